@@ -1,10 +1,10 @@
-"""What quantisation at load changes: the target's distribution, and how many drafted tokens are accepted.
+"""What quantization at load changes: the target's distribution, and how many drafted tokens are accepted.
 
     python benchmarks/quantisation.py TARGET DRAFTER QUESTIONS.jsonl [--texts 200] [--samples 24] [--tokens 160]
 
-First table: the target with its layers and its head quantised, on its own greedy answers to so many questions. KL is
-that of the next token's distribution to the unquantised one, in nats a token; agreement is the share of tokens whose
-most likely one is the same. Second table: tau, with one of target, drafter and head quantised, and with all of them.
+First table: the target with its layers and its head quantized, on its own greedy answers to so many questions. KL is
+that of the next token's distribution to the unquantized one, in nats a token; agreement is the share of tokens whose
+most likely one is the same. Second table: tau, with one of target, drafter and head quantized, and with all of them.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main() -> None:
             kl, same, perplexity = quality(plain, quantised(given.target, f"target={how},head={how}"), texts)
             print(f"| {how} | {kl:.5f} | {100 * same:.2f}% | {perplexity:.4f} |", flush=True)
     if given.samples:
-        print("| quantised | int8 | fp8 | int4 |\n|---|---|---|---|")
+        print("| quantized | int8 | fp8 | int4 |\n|---|---|---|---|")
         tau = partial(accepted, given.target, given.drafter, prompts[: given.samples], given.tokens)
         print(f"| nothing | {tau(''):.3f} |", flush=True)
         for keys in (["target"], ["drafter"], ["head"], ["drafter", "head"], ["target", "drafter", "head"]):

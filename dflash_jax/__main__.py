@@ -9,11 +9,11 @@ from typing import Any, get_args
 from dflash_jax.version import __version__
 
 COMMANDS = {
-    "serve": "serve OpenAI's HTTP interface, with a page to try it",
-    "chat": "a conversation on the terminal",
+    "serve": "serve the OpenAI-compatible HTTP API, with a web page to try it",
+    "chat": "chat with the model in the terminal",
     "generate": "answer one prompt",
     "batch": "answer a file of prompts",
-    "bench": "measure speed and acceptance, with and without a drafter",
+    "bench": "measure speed and acceptance rate, with and without a drafter",
     "plan": "estimate memory, communication and step time for a TPU or GPU that you do not have",
     "train": "train a drafter for a target, evaluate and export it",
     "replay": "check a job's answers against the target: rounding, or an error?",

@@ -1,4 +1,4 @@
-"""Autoregressive against speculative decoding in one run: `python -m dflash_jax.benchmark MODE ...`."""
+"""Autoregressive and speculative decoding compared in one run: `python -m dflash_jax.benchmark MODE ...`."""
 
 import shlex
 import sys
@@ -23,8 +23,8 @@ from dflash_jax.pairs import completed
 from dflash_jax.parsing import parse
 
 DESCRIPTION = """\
-Measures speedup, tau and the cost of a step; autoregressive and speculative decoding take turns on the same prompts,
-both warmed up. Without options it is compare.
+Measures speedup, tau (mean accepted length) and step times. Autoregressive and speculative decoding take turns on the
+same prompts, both warmed up. Without a mode, it is compare.
 
   examples      compare (the bundled pair, on held-out problems)
                 compare --target DIR --drafter DIR --dataset gsm8k --max-samples 24 --json figures.json
@@ -67,7 +67,7 @@ def with_mode(argv: Sequence[str]) -> list[str]:
     words = [part for word in argv for part in (word.split("=", 1) if word.partition("=")[0] in FLAGS else [word])]
     chosen = list(dict.fromkeys(word for word in words if word in FLAGS))
     if len(chosen) > 1:
-        print(f"error: {chosen[0]} is a measurement of its own; leave {chosen[1]} out", file=sys.stderr)
+        print(f"error: {chosen[0]} and {chosen[1]} are different modes; leave one of them out", file=sys.stderr)
         raise SystemExit(2)
     if not chosen:
         return ["compare", *argv]

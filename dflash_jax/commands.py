@@ -20,7 +20,7 @@ OF_JOBS = ("input", "output", "force", "stats_interval", "summary", *ROWS, "proc
 OF_SERVERS = tuple(HttpOptions.__dataclass_fields__)
 OF_CLUSTERS = tuple(RayOptions.__dataclass_fields__)
 SERVE = f"""\
-Answers OpenAI's HTTP requests, and has a page to try it at the same address, {ADDRESS} by default.
+Serves the OpenAI-compatible HTTP API, with a web page to try it, at {ADDRESS} by default.
 
   examples      dflash-jax serve --model Qwen/Qwen3-8B --batch-size 8
                 dflash-jax serve --config serve.yaml
@@ -31,12 +31,12 @@ Streams the answer to one prompt to the terminal.
   example       dflash-jax generate "{PROMPT}"
 """
 BATCH = """\
-Answers a file of prompts. A job that was killed goes on with the same command.
+Answers a file of prompts. A killed job continues with the same command.
 
   example       dflash-jax batch prompts.jsonl --output answers.jsonl --batch-size 8
 """
 CHAT = """\
-A conversation on the terminal. Models are loaded and compiled once.
+Chats with the model in the terminal. Models are loaded and compiled once.
 """
 
 
@@ -45,7 +45,7 @@ class GenerateOptions(ServeOptions):
     """Options of `dflash-jax generate`.
 
     Attributes:
-        prompt: what to answer
+        prompt: prompt to answer
     """
 
     prompt: Annotated[Positional[str], arg(metavar="PROMPT")] = field()
@@ -56,11 +56,11 @@ class BatchOptions(ServeOptions):
     """Options of `dflash-jax batch`.
 
     Attributes:
-        input: prompts, one JSON object a line: files or globs, plain, .gz or .zst, or rows of Parquet files (extra
-            `parquet`) or of hf://OWNER/NAME[/CONFIG][:SPLIT] (extra `datasets`); - is standard input
+        input: prompts, one JSON object per line: files or globs, plain, .gz or .zst, or rows of Parquet files (extra
+            `parquet`) or of hf://OWNER/NAME[/CONFIG][:SPLIT] (extra `datasets`); - reads standard input
     """
 
-    input: Annotated[Positional[tuple[str, ...]], arg(metavar="FILE.jsonl")] = field()
+    input: Annotated[Positional[tuple[str, ...]], arg(metavar="FILE.jsonl", help_behavior_hint="(required)")] = field()
 
 
 def serve(argv: Sequence[str]) -> int:

@@ -121,7 +121,7 @@ class AttentionConfig:
             return f"{self.num_kv_heads} key-value heads"
         for heads in (self.num_heads, self.kv_heads(layout)):
             if shards > 1 and heads * self.head_dim % (shards * block):
-                return f"{heads * self.head_dim} outputs in quantised blocks of {block}"
+                return f"{heads * self.head_dim} outputs in quantized blocks of {block}"
         return None
 
 
@@ -198,7 +198,7 @@ class LayerConfig:
         if self.inner % (parts := layout.inner if self.experts else layout.shards):
             return f"an inner width of {self.inner}"
         if parts > 1 and self.inner % (parts * block):
-            return f"{self.inner} outputs in quantised blocks of {block}"
+            return f"{self.inner} outputs in quantized blocks of {block}"
         return None
 
 
@@ -207,7 +207,7 @@ class DecoderConfig:
     """What a target and a drafter have in common; the names are Hugging Face's. Nothing here depends on a mesh.
 
     Attributes:
-        storage: how their weights are stored, where they are quantised.
+        storage: how their weights are stored, where they are quantized.
     """
 
     vocab_size: int

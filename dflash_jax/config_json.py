@@ -68,7 +68,7 @@ def require(raw: Raw, name: str, kind: type = int, most: float | None = None) ->
 
 
 def token_ids(value: Any, file: str = "config.json") -> tuple[int, ...]:
-    """Normalises Hugging Face's None | int | list of ints; raises ValueError for anything else."""
+    """Normalizes Hugging Face's None | int | list of ints; raises ValueError for anything else."""
     ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
     if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) <= _MOST_ANYWHERE for i in ids):
         raise ValueError(f"{file}: token and layer ids must be integers below 2**31, got {value!r:.80}")
@@ -99,7 +99,7 @@ def check_fields(raw: Raw, known: Iterable[str], expected: Raw, *, inert: Iterab
         listed = ", ".join(f"{name} = {raw[name]!r}" for name in sorted(unknown))
         raise ValueError(
             f"config.json has fields this model class does not know: {listed}. They may change the model's output, "
-            "on or off, so they are not ignored; remove them if they are inert."
+            "on or off, so they are not ignored; remove them if they change nothing."
         )
 
 

@@ -143,7 +143,7 @@ def row_length(config: "TargetConfig", given: int | None, wanted: int) -> int:
 def check_length(config: "TargetConfig", max_length: int | None) -> None:
     """Raises ValueError for a `--max-length` that the target was not made for."""
     if max_length is not None and (most := config.most_positions) and max_length > most:
-        raise ValueError(f"--max-length must be at most {most}, the positions of the target, got {max_length}")
+        raise ValueError(f"--max-length must be at most {most}, the context length of the target, got {max_length}")
 
 
 def _check_options(generation: GenerationOptions, options: EngineOptions) -> None:
@@ -169,8 +169,8 @@ def make_engine(target: "Target", drafter: "DraftModel | None", config: "EngineC
         return Engine(target, drafter, config)
     except (RuntimeError, OverflowError, MemoryError) as error:
         raise ValueError(
-            f"no memory for {config.slots} rows of {config.max_length} tokens; lower --max-length or --batch-size "
-            f"({str(error).splitlines()[0]:.120})"
+            f"not enough memory for {config.slots} sequences of {config.max_length} tokens; lower --max-length or "
+            f"--batch-size ({str(error).splitlines()[0]:.120})"
         ) from error
 
 

@@ -60,7 +60,7 @@ def load(
 
     config = target_config(source, models.target_config)
     if speculative and not draft_source:
-        raise ValueError("--drafter is needed to speculate; without one, say --drafter ngram or --no-speculation")
+        raise ValueError("no drafter given; pass --drafter, --drafter ngram (needs no model) or --no-speculation")
     mesh = choose_mesh(models.mesh, models_on_mesh(models, config, speculative=speculative))
     drafter = None
     if speculative and draft_source:  # the smaller one first: what is wrong with it is said at once
@@ -86,13 +86,13 @@ def load(
 
 
 def _say_what_is_quantised(models: ModelOptions, target: "Target", drafter: "DraftModel | None") -> None:
-    """The formats of weights, and whether it costs time that they were quantised as they were loaded."""
+    """The formats of weights, and whether it costs time that they were quantized as they were loaded."""
     from dflash_jax.quantised import forms
     from dflash_jax.quantize_speed import slower_than_plain
 
     found = {"target": forms(target.params), "drafter": forms(drafter) if drafter else []}
     if said := [f"{name} {', '.join(formats)}" for name, formats in found.items() if formats]:
-        log.info("quantised weights: %s", "; ".join(said))
+        log.info("quantized weights: %s", "; ".join(said))
     if models.quantize and (note := slower_than_plain(target, models.quantize)):
         log.warning(note)
 
@@ -145,7 +145,7 @@ def pair_sources(models: ModelOptions) -> tuple[str, str | None]:
         return target, models.drafter and _at(models.drafter, models.drafter_revision, "--drafter-revision")
     for given, name in ((models.revision, "--revision"), (models.drafter_revision, "--drafter-revision")):
         if given is not None:
-            raise ValueError(f"{name} needs a model of the hub: name it by --target and --drafter")
+            raise ValueError(f"{name} needs a model on the hub; name it with --target and --drafter")
     if models.drafter not in (None, NGRAMS) and not names_object(models.drafter):
         raise ValueError("--drafter needs its --target; name both, or neither")
     from dflash_jax.bundled import bundled_pair
@@ -159,7 +159,7 @@ def _at(source: str, revision: str | None, name: str) -> str:
     if revision is None:
         return source
     if source == NGRAMS or "@" in source or Path(source.removeprefix(f"{NGRAMS}+")).expanduser().exists():
-        raise ValueError(f"{name} is of a model of the hub, got {source!r:.80}; leave it out")
+        raise ValueError(f"{name} is for models on the hub, got {source!r:.80}; leave it out")
     return f"{source}@{revision}"
 
 

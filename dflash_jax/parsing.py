@@ -154,7 +154,8 @@ def without(options: Options, dropped: Callable[[str], bool]) -> Options:
             smaller = without(inside, dropped)
             if part.default_factory is not dataclasses.MISSING:
                 default = dataclasses.field(default_factory=_smaller(smaller, part.default_factory))
-            made.append((part.name, smaller, default))
+            marks = [dataclasses.replace(mark, constructor_factory=None) for mark in get_args(hint)[1:]]
+            made.append((part.name, Annotated[(smaller, *marks)] if marks else smaller, default))
     if not made:
         return kind
     namespace = {"__doc__": kind.__doc__, "__module__": kind.__module__}

@@ -9,7 +9,7 @@ from dflash_jax.infer.interrupt import exit_quietly, exit_status
 from dflash_jax.parsing import parse
 
 DESCRIPTION = """\
-Memory, operations, collectives and the least time of a step, per device, on machines that are not here.
+Estimates memory, operations, communication and step time per device, for a TPU or GPU that you do not have.
 
   examples      --target qwen3-8b --topology v5e-4 --batch-size 8 --max-length 8192
                 --target qwen3-8b --topology v5e:4x4 --training --batch-size 16 --max-length 3072

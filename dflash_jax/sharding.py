@@ -65,7 +65,7 @@ def add_rules(rules: Iterable[Rule]) -> None:
 def spec(path: str, rank: int) -> P:
     """The mesh axes of a parameter, or of the optimizer's moments of it, by its path and number of dimensions.
 
-    The arrays of a quantised weight follow the weight's rule; a scale has its first dimensions, or all of them.
+    The arrays of a quantized weight follow the weight's rule; a scale has its first dimensions, or all of them.
 
     Raises:
         ValueError: none or several rules match.
@@ -122,7 +122,7 @@ def shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
     def of(path: Any, leaf: Any) -> NamedSharding:
         names = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
-        if names and isinstance(path[-1], jax.tree_util.GetAttrKey):  # of a quantised weight
+        if names and isinstance(path[-1], jax.tree_util.GetAttrKey):  # of a quantized weight
             names.append(path[-1].name)
         return NamedSharding(mesh, spec("/".join(names), leaf.ndim) if names and leaf.ndim else P())
 
@@ -156,7 +156,7 @@ def gathered(weight: Any, path: str) -> Any:
 
 
 def lookup(table: jax.Array | Quantised, tokens: jax.Array) -> jax.Array:
-    """Rows [B, T, D] of an embedding table [V, D], which may be quantised.
+    """Rows [B, T, D] of an embedding table [V, D], which may be quantized.
 
     Each device looks up its slice of the embedding width for all tokens; an all-to-all then gives each device complete
     rows of its own tokens. The table itself is never gathered.

@@ -161,15 +161,15 @@ def load_target(
     """Loads a target from a local directory, a GGUF file or a hub id.
 
     Args:
-        source: directory with `config.json` and safetensors (single file or sharded), a `.gguf` file of the llama
-            family, or `owner/name`.
+        source: directory with `config.json` and safetensors (single file or sharded), a `.gguf` file of the Llama
+            family, or a hub id, `owner/name`.
         dtype: "float32", "bfloat16" or "float16", of all weights. None or "auto" is float32 on CPU and bfloat16
-            elsewhere, and leaves weights quantised that are stored so.
+            elsewhere, and leaves weights quantized that are stored so.
         mesh: devices to spread the weights over (see `mesh`); each shard is read straight to its device.
         overrides: fields of `config.json` to replace, by name.
-        quantize: what is quantised as it is loaded, weight after weight on its device, like "target=int8,head=int8" or
+        quantize: weights to quantize while loading, one after the other on its device, like "target=int8,head=int8" or
             a mapping (see `quantize.parse_quantize`): the weights of products, one scale for each output. Weights that
-            are stored quantised stay as they are, unless a `dtype` is named.
+            are stored quantized stay as they are, unless a `dtype` is named.
 
     Raises:
         ValueError: unsupported configuration, a mesh that its heads cannot be split over, or files that are missing,

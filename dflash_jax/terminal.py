@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from dflash_jax.cli import EngineOptions, GenerationOptions, ModelOptions, optional
+from dflash_jax.cli import ENGINE, GENERATION, MODEL, EngineOptions, GenerationOptions, ModelOptions, optional
 from dflash_jax.engines import LARGEST_CHUNK, Needs, engine_for, needs_of, row_length
 from dflash_jax.infer.progress import log, warm_up
 from dflash_jax.loading import Loaded, load, pair_sources
@@ -27,16 +27,18 @@ class ChatOptions:
     """Options of `dflash-jax chat`.
 
     Attributes:
-        system: the system prompt
-        no_speculation: decode with the target alone
-        config: YAML file of these options by their names, such as `max-length: 8192`; the command line comes first
+        system: system prompt
+        no_speculation: autoregressive decoding, without a drafter (the baseline)
+        config: YAML file of options by name, such as `max-length: 8192`; the command line takes precedence
     """
 
     system: Annotated[str | None, optional(str, "TEXT")] = None
     no_speculation: bool = False
-    models: ModelOptions = field(default_factory=ModelOptions)
-    generation: GenerationOptions = field(default_factory=lambda: GenerationOptions(max_new_tokens=1024))
-    engine: EngineOptions = field(default_factory=EngineOptions)
+    models: Annotated[ModelOptions, MODEL] = field(default_factory=ModelOptions)
+    generation: Annotated[GenerationOptions, GENERATION] = field(
+        default_factory=lambda: GenerationOptions(max_new_tokens=1024)
+    )
+    engine: Annotated[EngineOptions, ENGINE] = field(default_factory=EngineOptions)
     config: Annotated[str | None, optional(str, "FILE.yaml")] = None
 
 

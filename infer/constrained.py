@@ -26,7 +26,7 @@ def constraint_of(row: Fields) -> Constraint | None:
     found = {name: made for name in NAMES if (made := _READ[name](row.get(name), name)) is not None}
     if len(found) > 1:
         first, second = list(found)[:2]
-        raise RequestError("conflicting_constraints", f"{first} and {second} exclude each other; give one", second)
+        raise RequestError("conflicting_constraints", f"{first} and {second} cannot be combined; give one", second)
     return next((replace(made, name=name) for name, made in found.items()), None)
 
 
@@ -106,7 +106,7 @@ def _choice(given: Value, name: str) -> Constraint | None:
     if not isinstance(given, list) or not given or not all(isinstance(text, str) for text in given):
         raise invalid(f"{name} must be a list of strings, at least one; got {given!r:.80}", name)
     if len(given) > MOST_CHOICES:
-        raise invalid(f"{name} may have {MOST_CHOICES} strings, got {len(given)}", name)
+        raise invalid(f"{name} may have at most {MOST_CHOICES} strings, got {len(given)}", name)
     return choice([valid_text(text) for text in given])
 
 

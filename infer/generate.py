@@ -80,12 +80,12 @@ def spec_generate(
         input_ids: one prompt or a batch of prompts: token ids (ragged lists or an array [B, P]), strings, or
             conversations, lists of {"role", "content"}. A string is a user's turn if the target has a chat template,
             else a text to continue; `Text` makes token ids in any other way.
-        max_new_tokens: budget per row.
-        seed: row i draws from this seed and i alone.
-        stop_token_ids: tokens that end a row; None takes the checkpoint's, an empty list none.
-        ignore_eos: the checkpoint's end tokens end no row; those of `stop_token_ids` do.
+        max_new_tokens: maximum number of tokens of an answer.
+        seed: random seed; answer i depends on this seed and i alone.
+        stop_token_ids: tokens that end an answer; None takes the checkpoint's, an empty list none.
+        ignore_eos: the checkpoint's end tokens do not end an answer; those of `stop_token_ids` do.
         block_size, tree, proposals, prefill_chunk: see `EngineConfig`.
-        max_length: cache slots per row; by default what the longest row needs, rounded up so that
+        max_length: KV cache size of a sequence in tokens; by default what the longest one needs, rounded up so that
             similar calls share compiled programs.
         sampling: other fields of `SamplingParams`: temperature (0, the default, is greedy), top_p, top_k, min_p,
             repetition_penalty, presence_penalty, frequency_penalty, min_tokens, constraint.
@@ -126,7 +126,7 @@ def spec_generate(
 
 
 def generate(target: Target, input_ids: Prompts, *, max_new_tokens: int, **settings: Any) -> Generation:
-    """Plain decoding: `spec_generate` without a drafter, with the same arguments."""
+    """Autoregressive decoding: `spec_generate` without a drafter, with the same arguments."""
     return spec_generate(target, None, input_ids, max_new_tokens=max_new_tokens, **settings)
 
 
@@ -139,14 +139,14 @@ def begin_decoding(
     seed: int = 0,
     max_length: int = 2048,
 ) -> tuple[State, list[int]]:
-    """Prefills the prompts, one per row, and returns the decoding state for your own loop over `speculative_step`.
+    """Prefills the prompts, one per sequence, and returns the decoding state for your own loop over `speculative_step`.
 
     Args:
         drafter: not checked here: call `drafter.config.check_pair(target.config)` first.
         input_ids: see `spec_generate`; all are read in one pass.
-        params: settings of every row; None is greedy, without tokens that end an answer.
-        seed: row i draws from this seed and i alone, as in `spec_generate`.
-        max_length: tokens that a row can hold.
+        params: settings of every sequence; None is greedy, without tokens that end an answer.
+        seed: random seed; answer i depends on this seed and i alone, as in `spec_generate`.
+        max_length: maximum number of tokens of a sequence.
 
     Returns:
         The state, and the first new token of each row, which is its anchor and belongs to no step.

@@ -98,7 +98,7 @@ def _constraint(row: Fields, form: Form | None, offer: Offer) -> Constraint | No
     if offer.tools and offer.choice != "none":
         raise RequestError(
             "conflicting_constraints",
-            f"{found.name} and tools exclude each other; leave one out, or set tool_choice to none",
+            f"{found.name} and tools cannot be combined; leave one out, or set tool_choice to none",
             found.name,
         )
     return replace(found, form=form) if form is not None and form.thinking else found

@@ -23,6 +23,11 @@ DRAWN = 0.5  # the same on a terminal, where a line replaces the one before
 LOG_PAUSE = 30.0  # seconds between two lines of progress where there is no terminal
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, which takes an s unless it is one."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def warm_up(
     engine: "Engine",
     going: Callable[[], bool] = lambda: True,
@@ -60,7 +65,7 @@ def warm_up(
             engine.warm_up(check_interrupt, compiled, first=first)
     finally:
         shown.close()
-    more = f"; {engine.left} more programs are compiled in the background" if engine.left else ""
+    more = f"; compiling {counted(engine.left, 'more program')} in the background" if engine.left else ""
     if not patience or shown.said:
         log.info("ready after %.1f s%s", engine.stats.compile_seconds, more)
 

@@ -45,7 +45,7 @@ def offer_of(row: Fields) -> Offer:
     if not isinstance(given, list):
         raise invalid(f"tools must be a list, got {given!r:.80}", "tools")
     if len(given) > MOST_TOOLS:
-        raise invalid(f"tools may be {MOST_TOOLS}, got {len(given)}", "tools")
+        raise invalid(f"tools may be at most {MOST_TOOLS}, got {len(given)}", "tools")
     tools = {tool.name: tool for tool in (_tool(one, i) for i, one in enumerate(given))}
     if len(tools) < len(given):
         raise invalid("the functions of tools must have different names", "tools")

@@ -105,7 +105,7 @@ def choose(
         if implementation not in implementations:
             raise ValueError(f"implementation must be one of {', '.join(implementations)}, got {implementation!r}")
         if why := declines(implementation):
-            raise ValueError(f"implementation {implementation!r} does not serve this case: {why}")
+            raise ValueError(f"implementation {implementation!r} does not support this case: {why}")
         return implementations[implementation]
     name = _named.value or PREFERRED.get(platform(), "xla")
     if name not in implementations or declines(name):

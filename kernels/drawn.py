@@ -1,4 +1,4 @@
-"""Random quantised weights for the small cases on which kernels are checked."""
+"""Random quantized weights for the small cases on which kernels are checked."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,7 @@
-"""Quantised weights in the registers of a Hopper GPU's warpgroup, as its tensor cores take an operand.
+"""Quantized weights in the registers of a Hopper GPU's warpgroup, as its tensor cores take an operand.
 
 For each of 64 outputs four threads share what stands in 64 bytes (or 32), 16 bytes each, and each makes its part of the
-operand from them: no number changes its thread. The tensor cores want two neighbours of every eight columns from a
+operand from them: no number changes its thread. The tensor cores want two neighbors of every eight columns from a
 thread, so an operand has its inputs in another order than the bytes. The other operand, which is smaller, is put in
 that order beforehand, by `arranged`.
 
@@ -135,7 +135,7 @@ def scaled(word, factor):
 
 
 def twice(x):
-    """Operands [64, 8] whose neighbours are alike, of bfloat16 numbers: one of [64], [64, 2] or [64, 4], in which a
+    """Operands [64, 8] whose neighbors are alike, of bfloat16 numbers: one of [64], [64, 2] or [64, 4], in which a
     column serves as many threads as there are left; or two of [64, 8], of the even columns and of the odd ones."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import vector

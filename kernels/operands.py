@@ -1,4 +1,4 @@
-"""Operands of a Hopper GPU's tensor cores from quantised weights in shared memory: decoded in registers, two numbers an
+"""Operands of a Hopper GPU's tensor cores from quantized weights in shared memory: decoded in registers, two numbers an
 instruction, in bfloat16.
 
 What is decoded is exact: whole numbers less their zero point, and small floats, whose bits are put where those of a
@@ -95,12 +95,12 @@ def declines(weight: Quantised) -> str | None:
         code, groups = CODES[weight.code], weight.scale.shape[-1]
         group = inputs // groups
         if inputs % groups or (group not in (16, 32, 64) and group % BLOCK):
-            return f"{groups} groups of {inputs} inputs; it serves groups of 16, 32, 64 or multiples of {BLOCK}"
+            return f"{groups} groups of {inputs} inputs; it supports groups of 16, 32, 64 or multiples of {BLOCK}"
         if weight.zero is not None and weight.zero.dtype != jnp.uint8:
-            return f"zero points in {weight.zero.dtype}; it serves whole numbers"
+            return f"zero points in {weight.zero.dtype}; it supports whole numbers"
     unit = max(BLOCK // 2, min(group, BLOCK))  # the narrowest operand has 64 inputs
     if inputs % unit:
-        return f"{inputs} inputs; it serves multiples of {unit}"
+        return f"{inputs} inputs; it supports multiples of {unit}"
     return None if weight.scale.dtype in code.scales else f"scales in {weight.scale.dtype}"
 
 

@@ -1,4 +1,4 @@
-"""Products of a few rows with quantised weights on a Hopper GPU (Pallas, Mosaic), which read every weight once.
+"""Products of a few rows with quantized weights on a Hopper GPU (Pallas, Mosaic), which read every weight once.
 
 Weights are what stands on the left of a product of the tensor cores, so that 8 rows are as good as 64: each warpgroup
 of a thread block has 64 outputs, which it decodes in registers (`operands`) and multiplies with rows in shared memory.
@@ -28,8 +28,8 @@ def missing(dtype: jnp.dtype, count: int) -> str | None:
     if jax.__version_info__ < (0, 11):
         return f"jax {jax.__version__}; it is written for 0.11 and later"
     if dtype != jnp.bfloat16:
-        return f"rows in {dtype}; it serves bfloat16"
-    return f"{count} rows; it serves {FEW_ROWS}" if count > FEW_ROWS else tensor_cores.missing()
+        return f"rows in {dtype}; it supports bfloat16"
+    return f"{count} rows; it supports {FEW_ROWS}" if count > FEW_ROWS else tensor_cores.missing()
 
 
 def share(weight: Stored, parts: int) -> int:
@@ -141,5 +141,5 @@ def _kernel(plgpu, x, values, *rest, values_smem, x_smem, arrived, consumed, wei
         stages.begin(fetch, count, depth)
         start = tensor_cores.full((ROWS, height), 0.0), ahead(jnp.int32(0))
         total, _ = jax.lax.fori_loop(0, count, body, start)
-        # Turned: no two of a thread's numbers are neighbours there.
+        # Turned: no two of a thread's numbers are neighbors there.
         out.at[part, slot, :, own].transpose((1, 0))[...] = fragments.apart(total)

@@ -13,7 +13,7 @@ CAPABILITY = 9  # major, of the devices that have these tensor cores (WGMMA)
 def missing() -> str | None:
     """Why the GPU at hand has no such tensor cores, or None; where there is no GPU, none is missing."""
     if jax.default_backend() == "gpu" and int(float(found := jax.devices()[0].compute_capability)) != CAPABILITY:
-        return f"compute capability {found}; it serves {CAPABILITY}.0, for whose tensor cores it is written"
+        return f"compute capability {found}; it supports {CAPABILITY}.0, for whose tensor cores it is written"
     return None
 
 

@@ -1,6 +1,8 @@
 """The command lines: every flag, every form of an argument, and what is said of wrong ones."""
 
+import dataclasses
 import importlib
+import inspect
 import json
 import re
 import subprocess
@@ -9,13 +11,27 @@ import sys
 import pytest
 
 from dflash_jax import __main__ as commands
-from dflash_jax import benchmark, load_drafter, load_target, pairs, plan, serve
+from dflash_jax import (
+    benchmark,
+    cli,
+    load_drafter,
+    load_target,
+    pairs,
+    plan,
+    replay_job,
+    serve,
+    serve_http,
+    terminal,
+)
+from dflash_jax import commands as answering
+from dflash_jax.benchmarks import arguments as measuring
 from dflash_jax.benchmarks.hardware import __main__ as hardware
 from dflash_jax.bundled import smollm2_drafter
 from dflash_jax.cli import EngineOptions, GenerationOptions, ModelOptions
 from dflash_jax.engines import engine_config, needs_of
 from dflash_jax.infer.interrupt import exit_status
 from dflash_jax.models import target_config
+from dflash_jax.train import arguments as training
 from dflash_jax.train.arguments import parse_stage, settings_given
 from dflash_jax.version import __version__
 from tests import tiny
@@ -79,6 +95,22 @@ def test_the_short_help_shows_what_matters(command, capsys):
     )
     assert {"help", "target"} <= fewer < every
     assert len(fewer) <= 25
+    assert "(default: )" not in short
+
+
+@pytest.mark.parametrize(
+    "module",
+    [cli, serve, serve_http, terminal, answering, replay_job, measuring, training],
+    ids=lambda one: one.__name__,
+)
+def test_descriptions_wrap_at_the_edge_of_the_terminal(module):
+    """A line of a description that does not begin with a letter would begin a line of the help, too."""
+    options = [one for one in vars(module).values() if isinstance(one, type) and dataclasses.is_dataclass(one)]
+    assert options
+    for one in [*options, *([module.settings_class()] if module is training else [])]:
+        what, _, fields = inspect.cleandoc(one.__doc__ or "").partition("Attributes:\n")
+        continued = [*what.splitlines()[1:], *(line for line in fields.splitlines() if line.startswith(" " * 8))]
+        assert all(line.strip()[:1].isalpha() for line in continued if line.strip()), one
 
 
 @pytest.mark.parametrize(

@@ -180,10 +180,10 @@ NF4 = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": T
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model_type": "llama", **NF4}, "asks for the quantisation 'bitsandbytes'; load the checkpoint that is not"),
+        ({"model_type": "llama", **NF4}, "asks for the quantization 'bitsandbytes'; load the checkpoint that is not"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "fbgemm_fp8"}}, "'fbgemm_fp8'"),
-        (NF4, "asks for the quantisation 'bitsandbytes'"),
-        ({"model_type": "gpt_oss", **tiny.FAMILIES["gpt_oss"], **NF4}, "asks for the quantisation 'bitsandbytes'"),
+        (NF4, "asks for the quantization 'bitsandbytes'"),
+        ({"model_type": "gpt_oss", **tiny.FAMILIES["gpt_oss"], **NF4}, "asks for the quantization 'bitsandbytes'"),
         ({"vision_config": {"depth": 2}}, "needs vision parts"),
         ({"n_group": 4, "topk_group": 2}, "limited to groups of experts.*n_group = 4"),
         ({"use_bidirectional_attention": True}, "attention to later tokens"),
@@ -367,7 +367,7 @@ SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "se
         ({"architectures": ["LagunaDFlash"]}, "Laguna"),
         ({"has_embed_tokens": True}, "Nemotron"),
         ({"draft_vocab_size": 65}, "draft_vocab_size"),
-        ({"quantization_config": {"bits": 4}}, "an unknown quantisation"),
+        ({"quantization_config": {"bits": 4}}, "an unknown quantization"),
         ({"dflash_config": {"colour": 1}}, "colour"),
         ({"surprise": 3}, "surprise"),
         ({"dflash_config": {"block_size": 9}}, "contradicts"),

@@ -1,4 +1,4 @@
-"""Quantisation at load, and what a `quantization_config` says of modules."""
+"""Quantization at load, and what a `quantization_config` says of modules."""
 
 import json
 
@@ -62,7 +62,7 @@ FAMILIES = "qwen3_moe", "qwen3_next", "gemma4", "deepseek_v3", "minimax_m2"
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt_oss", *FAMILIES])
 def test_every_family(family, tmp_path):
-    """Experts, too; what is stored quantised stays as it is; the answers of a drafted block are those without."""
+    """Experts, too; what is stored quantized stays as it is; the answers of a drafted block are those without."""
     raw = tiny.target_config(**tiny.FAMILIES[family], model_type=family)
     tiny.write_target(tmp_path / "target", raw)
     plain, target = load_target(tmp_path / "target"), load_target(tmp_path / "target", quantize="target=int8,head=int8")
@@ -79,7 +79,7 @@ def test_every_family(family, tmp_path):
 
 
 def test_one_weight_at_a_time_is_plain(pair, monkeypatch):
-    """While a model loads, there is no more than what is quantised of it, and one weight."""
+    """While a model loads, there is no more than what is quantized of it, and one weight."""
     before, most = sum(x.nbytes for x in jax.live_arrays()), [0, 0]
     inner = reader._quantised
 
@@ -113,7 +113,7 @@ def at(params, path):
     "axes", [pytest.param(axes, marks=pytest.mark.slow) for axes in ("model=2", "fsdp=2", "data=2,model=2")]
 )
 def test_on_a_mesh(axes, pair):
-    """Each device quantises what lies on it, to the same numbers."""
+    """Each device quantizes what lies on it, to the same numbers."""
     devices = jax.devices()[: 4 if "," in axes else 2]
     mesh = make_mesh(parse_mesh(axes, devices), devices)
     how = {"max_new_tokens": 12, "stop_token_ids": []}
@@ -239,18 +239,18 @@ def test_the_format_of_a_module(given, module, expected):
     ("given", "message"),
     [
         ([], "must be an object"),
-        ({"bits": 4}, "an unknown quantisation; load the checkpoint that is not quantised .--quantize makes 8 bits"),
-        ({"quant_method": "quip"}, "the quantisation 'quip'.*compressed-tensors, modelopt"),
+        ({"bits": 4}, "an unknown quantization; load the checkpoint that is not quantized .--quantize quantizes it"),
+        ({"quant_method": "quip"}, "the quantization 'quip'.*compressed-tensors, modelopt"),
         (COMPRESSED | {"transform_config": {"config_groups": {"a": {}}}}, "transform_config: its weights are rotated"),
         (COMPRESSED | {"config_groups": None}, "must have config_groups"),
-        (COMPRESSED | {"ignore": ["re:("]}, "is no regular expression"),
-        (COMPRESSED | {"format": "marlin-24"}, "stores as 'marlin-24' with .* it serves float-quantized"),
+        (COMPRESSED | {"ignore": ["re:("]}, "is not a regular expression"),
+        (COMPRESSED | {"format": "marlin-24"}, "stores as 'marlin-24' with .* supported are float-quantized"),
         (
             {"quant_method": "fp8", "weight_block_size": [1, 128]},
             r"weight_block_size \[128, 128\] or null, got \[1, 128\]",
         ),
         ({"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e5m2"}, "must say e4m3"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "'NVFP4_AWQ' is not supported; it serves FP8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "'NVFP4_AWQ' is not supported; it supports FP8"),
         ({"quant_method": "awq", "version": "gemv"}, "must say bits 4, version gemm"),
         ({"quant_method": "awq", "group_size": 0}, "group_size must be a positive number, got 0"),
         ({"quant_method": "gptq", "bits": 3}, "must say bits 4"),
@@ -305,7 +305,7 @@ def test_tensors_that_do_not_fit(change, message, tmp_path):
 
 
 def test_a_quantised_drafter(tmp_path):
-    """As compressed-tensors and ModelOpt leave one; its fusion may be quantised, too."""
+    """As compressed-tensors and ModelOpt leave one; its fusion may be quantized, too."""
     weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
     given = COMPRESSED | {
         "format": "int-quantized",
@@ -350,7 +350,7 @@ def test_the_command_line(pair, capsys, tmp_path):
     models = ["--target", str(pair / "target"), "--drafter", str(pair / "drafter"), "--max-new-tokens", "6"]
     given = ["--quantise", "target=int8,head=int8", "--block-size", "4", "--prompt", "abc"]  # the British form
     assert serve.main([*models, *given]) == 0
-    assert "quantised weights: target INT8\n" in capsys.readouterr().err
+    assert "quantized weights: target INT8\n" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         serve.main([*models, "--quantize", "target=int7", "--prompt", "abc"])
     assert "int8, int4, fp8, none" in capsys.readouterr().err

@@ -19,7 +19,7 @@ COLAB = Path(__file__).parents[1] / "colab"
 
 @pytest.mark.slow
 def test_the_example_runs(tmp_path):
-    """Which compares samples and weights with those of plain decoding, bit for bit."""
+    """Which compares samples and weights with those of autoregressive decoding, bit for bit."""
     environment = {**os.environ, "SMOKE": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(COLAB.parent)}
     done = subprocess.run(
         [sys.executable, COLAB / "rl_rollouts.py"], cwd=tmp_path, env=environment, capture_output=True, text=True

@@ -141,7 +141,7 @@ def test_lines_that_are_longer_than_the_sample(pair, tmp_path, monkeypatch, caps
         status, records, _ = run(pair, tmp_path / job, given, *length)
         assert status == 0
         found[job] = {record["id"]: record for record in records}
-    assert "are longer than the others; an engine is made for them" in capsys.readouterr().err
+    assert "longer than the others; loading another engine" in capsys.readouterr().err
     assert [turn["token_ids"] for turn in found["all"]["talk"]["turns"]] == [
         turn["token_ids"] for turn in found["one"]["talk"]["turns"]
     ]
@@ -268,19 +268,19 @@ def test_unusable_arguments_and_files_exit_2(pair, tmp_path, capsys):
         "needs --output": [*models, "--input", str(source)],
         "Is a directory": [*models, "--input", str(source), "--output", str(tmp_path)],
         "is the input": [*models, "--input", str(source), "--output", str(source)],
-        "drafter is needed": ["--target", target, *job],
+        "no drafter given": ["--target", target, *job],
         "block_size must lie in 1..8": [*models, *job, "--block-size", "9"],
         "top_p must lie in": [*models, *job, "--top-p", "2"],
         "temperature must be": [*models, *job, "--temperature", "-1"],
         "max-new-tokens": [*models, *job, "--max-new-tokens", "0"],
         "--batch-size must be": [*models, *job, "--batch-size", "0"],
         "--max-length must be at least 1": [*models, *job, "--max-length", "0"],
-        "--max-length must be at most 1024, the positions of the target, got 10000000": [
+        "--max-length must be at most 1024, the context length of the target, got 10000000": [
             *models,
             *job,
             *("--max-length", "10000000"),
         ],
-        "no memory for": [
+        "not enough memory for": [
             *endless,
             *job,
             *("--no-speculation", "--max-length", "2000000000", "--batch-size", "1000"),
@@ -304,7 +304,7 @@ def test_unusable_arguments_and_files_exit_2(pair, tmp_path, capsys):
         "matches no file": [*models, "--input", str(tmp_path / "*.gone"), "--output", output],
         "dtype must be": [*models, *job, "--dtype", "int8"],
         "target must be a checkpoint directory": ["--target", "/no/where", "--prompt", "a"],
-        "--drafter is needed to speculate": ["--target", target, "--prompt", "a"],
+        "pass --drafter, --drafter ngram": ["--target", target, "--prompt", "a"],
         "drafter must be a checkpoint directory": ["--target", target, "--drafter", "/no/where", *job],
     }
     for message, arguments in cases.items():

@@ -89,7 +89,7 @@ def test_a_finished_job_is_checked(pair, tmp_path, capsys):
     capsys.readouterr()
     assert commands.main([*check, "--json", str(tmp_path / "figures.json")]) == 0
     assert "3 answers, " in (shown := capsys.readouterr().out)
-    assert "0 answers with errors; 2 records have no answer that can be replayed" in shown
+    assert "0 answers with errors; 2 records without an answer that can be replayed" in shown
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert [(one["id"], one["sample"]) for one in figures] == [("greedy", 0), ("sampled", 0), ("sampled", 1)]
     records = [json.loads(line) for line in output.read_text().splitlines()]

@@ -198,7 +198,7 @@ def random_tensors(table: checkpoint.Table, seed: int) -> dict[str, np.ndarray]:
 
 
 def _stored(path: str, leaf: checkpoint.Leaf, part: checkpoint.Part, x: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """What stands for a random array of a quantised weight; `value` for any other."""
+    """What stands for a random array of a quantized weight; `value` for any other."""
     if path.endswith("/values"):
         kind = np.dtype(leaf.dtype)
         return (40 * x).clip(-127, 127).astype(kind) if kind == np.int8 else (40 * np.abs(x)).astype(kind)

@@ -11,6 +11,9 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from tyro.conf import arg, subcommand
 
 from dflash_jax.cli import (
+    ENGINE,
+    GENERATION,
+    MODEL,
     EngineOptions,
     GenerationOptions,
     Kernels,
@@ -28,14 +31,14 @@ DESCRIPTION = """\
 Trains a drafter for a target.
 
   stages
-    regenerate      the target answers prompts itself    prompts -> answers.jsonl
-    cache-features  writes its features once (optional)  answers.jsonl -> features/
-    fit             trains; continues a run it finds     answers.jsonl -> run/
-    evaluate        tau and speedup by real decoding     run/ or drafter, prompts
-    export          a Hugging Face directory             run/ -> drafter/
-    push            uploads it to the hub                drafter/ -> OWNER/NAME
+    regenerate      let the target answer prompts        prompts -> answers.jsonl
+    cache-features  compute its features once (optional) answers.jsonl -> features/
+    fit             train, or continue a run             answers.jsonl -> run/
+    evaluate        tau and speedup on held-out prompts  run/ or drafter, prompts
+    export          write a Hugging Face directory       run/ -> drafter/
+    push            upload it to the hub                 drafter/ -> OWNER/NAME
     plot            loss and tau over the steps          run/ -> plot.png
-    pair            the bundled pair, from text on       nothing -> directory/pair/
+    pair            the bundled pair, from scratch       nothing -> directory/pair/
     ablate          the paper's ablations on that pair   directory/ -> results.jsonl
 
   examples      regenerate --target DIR --input prompts.jsonl --output answers.jsonl
@@ -43,7 +46,7 @@ Trains a drafter for a target.
                 export --run run --output drafter
 
   exit status   0 done, 1 stopped by an infinite loss, or (regenerate) some line has
-                an error record; what is done is kept. 2 unusable arguments or
+                an error record; what is done is kept, 2 unusable arguments or
                 files, 130 interrupted
 """
 # What `--help` shows of the options.
@@ -87,7 +90,7 @@ def settings_class() -> type:
     return make_dataclass("Settings", made, frozen=True, namespace={"__doc__": text, "__module__": __name__})
 
 
-SETTINGS = arg(constructor_factory=settings_class)
+SETTINGS = arg(constructor_factory=settings_class, name="training")
 
 
 def settings_given(settings: Any) -> dict[str, Any]:
@@ -103,22 +106,22 @@ def _distributed(given: list[str]) -> str:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What to train on, and where.
+    """Training data and target.
 
     Attributes:
-        target: target checkpoint
-        data: made by regenerate
-        config: YAML or JSON of settings
-        mesh: devices, like data=2,model=4 (axes data, fsdp, model, expert; -1 is the rest); auto: rows and parameters
-            over all of them
-        distributed: this is process I (from 0) of N that train together, with the first at HOST:PORT; without a value
-            as the environment says (TPU pods, Slurm)
-        init_from: begin with this drafter, which `export` wrote or others published
-        target_config: fields of the target's config.json to replace, a JSON object
-        drafter_config: fields to replace in the config.json of the drafter to begin with
-        quantize: quantise the target as it is loaded, like target=int8,head=int8, for a drafter of the quantised target
-        kernels: which implementation of the kernels runs; auto checks each Pallas kernel against XLA at its first use
-            (also DFLASH_KERNELS)
+        target: target model: a directory, a GGUF file of the Llama family, or a Hugging Face id
+        data: answers, written by regenerate
+        config: YAML or JSON file of training options by name
+        mesh: device mesh, like data=2,model=4 (axes data, fsdp, model, expert; -1 takes the remaining devices); auto
+            splits batches and parameters over all devices
+        distributed: run as process I (from 0) of N that train together, with the first at HOST:PORT; detected on TPU
+            pods and Slurm if no value is given
+        init_from: start from this drafter, written by `export` or published: a directory or a Hugging Face id
+        target_config: fields of the target's config.json to override, a JSON object
+        drafter_config: fields to override in the config.json of the drafter to start from
+        quantize: quantize the target while loading, like target=int8,head=int8, to train for the quantized target
+        kernels: kernel implementation; auto checks each Pallas kernel against XLA at its first use. The environment
+            variable DFLASH_KERNELS sets it, too
     """
 
     target: Annotated[str, arg(metavar="DIR|FILE.gguf|ID")]
@@ -138,16 +141,18 @@ class RegenerateOptions:
     """Options of `regenerate`.
 
     Attributes:
-        input: a plain file of JSON lines, in every form `serve` takes; or gsm8k, the training questions of
-            that set from the hub
-        output: answers; continued if it exists
+        input: prompts, one JSON object per line in any form that `serve` takes, uncompressed; or gsm8k, the training
+            questions of that dataset from the hub
+        output: answers; an existing file is continued
     """
 
     input: Annotated[str, arg(metavar="FILE.jsonl|gsm8k")]
     output: JsonLines
-    models: NamedModelOptions
-    generation: GenerationOptions = field(default_factory=lambda: GenerationOptions(max_new_tokens=2048))
-    engine: EngineOptions = field(default_factory=EngineOptions)
+    models: Annotated[NamedModelOptions, MODEL]
+    generation: Annotated[GenerationOptions, GENERATION] = field(
+        default_factory=lambda: GenerationOptions(max_new_tokens=2048)
+    )
+    engine: Annotated[EngineOptions, ENGINE] = field(default_factory=EngineOptions)
 
 
 @dataclass(frozen=True)
@@ -155,13 +160,12 @@ class CacheFeaturesOptions:
     """Options of `cache-features`.
 
     Attributes:
-        output: feature cache; continued if it is there
-        hidden: also the target's last hidden states, which --kl, --total-variation, --negative-log-acceptance and
-            --lk-hybrid need
+        output: feature cache; an existing one is continued
+        hidden: also write the target's last hidden states, which all losses but the cross-entropy need (--kl and so on)
     """
 
     output: Directory
-    source: DataOptions
+    source: Annotated[DataOptions, arg(name="data and model")]
     hidden: bool = False
     settings: Annotated[Any, SETTINGS] = field(default_factory=lambda: settings_class()())
 
@@ -171,16 +175,16 @@ class FitOptions:
     """Options of `fit`.
 
     Attributes:
-        output: the run; continued if it is there
-        features: a feature cache, instead of computing features online
-        evaluate_prompts: held-out prompts; decoded to choose `best`
-        chat_template_kwargs: of --evaluate-prompts: arguments of the chat template, a JSON object
-        tensorboard: also log there
-        tracker: also log to a tracker of experiments, if it is installed
+        output: directory of the run; an existing run is continued
+        features: feature cache to read, instead of computing features while training
+        evaluate_prompts: held-out prompts, whose tau chooses the checkpoint `best`
+        chat_template_kwargs: arguments of the chat template for --evaluate-prompts, a JSON object
+        tensorboard: also write TensorBoard logs to this directory
+        tracker: also log to this experiment tracker, if it is installed
     """
 
     output: Directory
-    source: DataOptions
+    source: Annotated[DataOptions, arg(name="data and model")]
     features: Annotated[str | None, optional(str, "DIR")] = None
     evaluate_prompts: Annotated[str | None, optional(str, "FILE.jsonl")] = None
     chat_template_kwargs: TemplateArguments = field(default_factory=dict)
@@ -195,22 +199,22 @@ class EvaluateOptions:
 
     Attributes:
         prompts: held-out prompts
-        run: a run's `best`, else its newest checkpoint, instead of --drafter
-        step: a checkpoint of the run instead
-        max_samples: the first so many prompts
-        json: write all figures
-        store_sharpness: store the learnt sharpness of proposals in config.json of --drafter; needs held-out prompts and
-            a --temperature
+        run: evaluate a run's `best` checkpoint, else its newest, instead of --drafter
+        step: evaluate the run's checkpoint of this step
+        max_samples: number of prompts, from the beginning of the file
+        json: write all results
+        store_sharpness: store the learned scales of the draft logits in config.json of --drafter; needs held-out
+            prompts and a --temperature above 0
     """
 
     prompts: JsonLines
-    models: NamedModelOptions
+    models: Annotated[NamedModelOptions, MODEL]
     run: Annotated[str | None, optional(str, "DIR")] = None
     step: Annotated[int | None, optional(int, "N")] = None
     max_samples: Annotated[int | None, optional(int, "N")] = None
     json: Annotated[str | None, optional(str, "FILE")] = None
     store_sharpness: bool = False
-    generation: GenerationOptions = field(default_factory=GenerationOptions)
+    generation: Annotated[GenerationOptions, GENERATION] = field(default_factory=GenerationOptions)
 
 
 @dataclass(frozen=True)
@@ -218,18 +222,18 @@ class ExportOptions:
     """Options of `export`.
 
     Attributes:
-        run: made by fit
+        run: directory of a run of fit
         output: a new directory
-        step: checkpoint
-        dtype: float32, bfloat16 or float16
-        license: for the model card, as the hub names licenses, such as apache-2.0
-        data_name: for the model card: what it was trained on
+        step: checkpoint to export
+        dtype: dtype of the weights: float32, bfloat16 or float16
+        license: license for the model card, as the hub names it, such as apache-2.0
+        data_name: training data, for the model card
         format: layout of its files: that of the published drafters of z-lab, or of the speculators library
     """
 
     run: Directory
     output: Directory
-    step: Annotated[int | None, optional(int, "N", "`best` if the run was evaluated, else newest")] = None
+    step: Annotated[int | None, optional(int, "N", "`best` if the run was evaluated, else the newest")] = None
     dtype: str = "bfloat16"
     license: Annotated[str | None, optional(str, "NAME")] = None
     data_name: Annotated[str | None, optional(str, "TEXT")] = None
@@ -241,9 +245,9 @@ class PushOptions:
     """Options of `push`.
 
     Attributes:
-        drafter: written by export
-        repo: repository of the hub, which is made if it is not there
-        private: if it is made, others cannot see it
+        drafter: directory written by export
+        repo: repository on the hub; created if it does not exist
+        private: create a private repository
     """
 
     drafter: Directory
@@ -256,8 +260,8 @@ class PlotOptions:
     """Options of `plot`.
 
     Attributes:
-        run: made by fit
-        output: the picture
+        run: directory of a run of fit
+        output: image file
     """
 
     run: Directory
@@ -269,7 +273,7 @@ class PairOptions:
     """Options of `pair`.
 
     Attributes:
-        output: all stages' results; continued if it is there
+        output: directory of the results of all stages; existing ones are continued
     """
 
     output: Directory
@@ -280,16 +284,16 @@ class AblateOptions:
     """Options of `ablate`.
 
     Attributes:
-        output: runs and results.jsonl; continued if it is there
-        pair: made by pair
-        rows: names of rows, in quotes
-        steps: of each row
-        samples: held-out problems to decode
-        plot: draw tau of all rows that are done
+        output: directory of the runs and results.jsonl; existing ones are continued
+        pair: directory made by pair
+        rows: names of ablations, in quotes
+        steps: optimizer steps of each ablation
+        samples: number of held-out problems to decode
+        plot: plot tau of all ablations that are done
     """
 
     output: Directory
-    pair: Annotated[str | None, optional(str, "DIR", "the bundled pair, whose answers are made first")] = None
+    pair: Annotated[str | None, optional(str, "DIR", "the bundled pair, whose answers are regenerated first")] = None
     rows: Annotated[str | None, optional(str, "A;B", "all")] = None
     steps: int = 300
     samples: int = 64
@@ -297,18 +301,22 @@ class AblateOptions:
 
 
 Stage = (
-    Annotated[RegenerateOptions, subcommand("regenerate", description="answer prompts with the target")]
-    | Annotated[CacheFeaturesOptions, subcommand("cache-features", description="write the target's features once")]
-    | Annotated[FitOptions, subcommand("fit", description="train, or continue a run")]
-    | Annotated[EvaluateOptions, subcommand("evaluate", description="decode held-out prompts")]
+    Annotated[RegenerateOptions, subcommand("regenerate", description="Answers prompts with the target.")]
+    | Annotated[CacheFeaturesOptions, subcommand("cache-features", description="Computes the target's features once.")]
+    | Annotated[FitOptions, subcommand("fit", description="Trains a drafter, or continues a run.")]
+    | Annotated[
+        EvaluateOptions, subcommand("evaluate", description="Tau and speedup of a drafter on held-out prompts.")
+    ]
     | Annotated[
         ExportOptions,
-        subcommand("export", description="write a drafter directory for this package and the official dflash package"),
+        subcommand(
+            "export", description="Writes a drafter directory for this package and the authors' dflash package."
+        ),
     ]
-    | Annotated[PushOptions, subcommand("push", description="upload an exported drafter to the Hugging Face hub")]
-    | Annotated[PlotOptions, subcommand("plot", description="draw loss and tau")]
-    | Annotated[PairOptions, subcommand("pair", description="make the bundled pair")]
-    | Annotated[AblateOptions, subcommand("ablate", description="train and decode one drafter per row of the table")]
+    | Annotated[PushOptions, subcommand("push", description="Uploads an exported drafter to the Hugging Face hub.")]
+    | Annotated[PlotOptions, subcommand("plot", description="Plots loss and tau over the steps.")]
+    | Annotated[PairOptions, subcommand("pair", description="Makes the bundled pair from scratch.")]
+    | Annotated[AblateOptions, subcommand("ablate", description="Trains and evaluates one drafter per ablation.")]
 )
 
 

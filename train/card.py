@@ -46,7 +46,7 @@ def card(
     head |= {"base_model": named} if of_hub else {}
     head |= {"library_name": "dflash_jax", "tags": ["speculative-decoding", "dflash"]}
     trained = [f"{metrics[-1]['step']} steps"] if metrics else []
-    trained += [f"batches of {settings.get('batch_size')} rows of {settings.get('length')} tokens"]
+    trained += [f"batches of {settings.get('batch_size')} sequences of {settings.get('length')} tokens"]
     trained += [f"data: {data}"] if data else []
     elsewhere = _SPECULATORS_IN_VLLM if speculators else _IN_VLLM if kind == "dflash" else ""
     lines = [

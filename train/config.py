@@ -57,57 +57,57 @@ class TrainConfig:
         drafter: kind of a new drafter (docs/drafters.md). With --init-from, a drafter may become one of a kind that
             builds on its own.
         kind_settings: hyper-parameters that only the kind has; by default, the kind's own.
-        block_size: positions of a step, the anchor included; slots of a draft pass, where there is one pass.
-        num_layers: depth of a new drafter; 1 up to the target's.
-        target_layer_ids: tapped layers; empty takes the reference rule for the depths.
-        mask_token_id: token of the masked slots; None takes the tokenizer's mask token, else the last
-            embedding row no token uses.
-        draft_vocab_size: tokens that a new drafter can propose, the most frequent ones of the answers; 0 is all.
-        length: tokens of a packed row; longer sequences are cut.
-        anchors: blocks drawn per conversation at each visit.
-        anchor_placement: "random", drawn anew at each visit, "fixed": every `block_size`-th answer token, or
-            "decoded": where steps began when the answers were regenerated with a drafter.
-        row_anchors: blocks computed per packed row, of all its conversations; 0 takes half its tokens, or
-            `anchors` if that is more.
-        batch_size: packed rows per optimiser step.
-        accumulate: parts a step's rows are processed in, one after the other; divides `batch_size`.
-        epochs: visits of the data.
-        max_steps: ends after so many steps; 0 sets no such limit.
+        block_size: draft length plus 1; the draft length of kinds whose anchor predicts, too.
+        num_layers: layers of a new drafter; at most those of the target.
+        target_layer_ids: target layers whose hidden states the drafter reads; empty spreads them as the reference does.
+        mask_token_id: mask token; None takes that of the tokenizer, else the last row of the embedding that no token
+            uses.
+        draft_vocab_size: draft vocabulary of a new drafter: the tokens that are most frequent in the answers; 0 is all.
+        length: tokens of a packed sequence; longer conversations are cut.
+        anchors: blocks drawn per conversation in each epoch.
+        anchor_placement: where blocks begin: "random", drawn anew in each epoch; "fixed", at every `block_size`-th
+            answer token; or "decoded", where steps began when the answers were regenerated with a drafter.
+        row_anchors: blocks per packed sequence, over all its conversations; 0 takes half its tokens, or `anchors` if
+            that is more.
+        batch_size: packed sequences per optimizer step.
+        accumulate: gradient accumulation: micro-batches per optimizer step; divides `batch_size`.
+        epochs: passes over the data.
+        max_steps: maximum number of optimizer steps; 0 sets no limit.
         optimizer: "adamw", or "muon" for matrices with adamw for the rest.
-        learning_rate: peak; of the matrices for muon, whose rest gets a tenth.
-        schedule: "cosine", "wsd" (warmup, stable, decay over the last fifth) or "constant"; all warm up.
-        warmup: share of the steps.
-        final_learning_rate: share of the peak at the end.
-        b1: of the optimiser: decay of the running gradient.
-        b2: of the optimiser: decay of its running square.
-        weight_decay: of the optimiser.
-        moments: dtype of what the optimiser keeps of earlier gradients: "float32", or "bfloat16", which saves half of
-            that memory and of its traffic.
-        clip_norm: bound of the global gradient norm.
-        gamma: decay of the loss weights over a block, exp(-(k - 1) / gamma); 0 takes the paper's value for
-            the block size.
-        weighting: "decay", or "dpace" (arXiv 2605.18810) with alpha 0.5.
-        cross_entropy: coefficient of the loss against the data token.
-        kl: coefficient of the divergence from the target's own distribution.
-        total_variation: coefficient of the distance from the target's own distribution; alone it hardly learns from
-            scratch.
-        negative_log_acceptance: coefficient of -log of the acceptance (arXiv 2602.23881).
-        lk_hybrid: coefficient of the mixture of divergence and rejected share of arXiv 2602.23881.
+        learning_rate: peak learning rate; with muon that of the matrices, the rest gets a tenth.
+        schedule: learning rate schedule: "cosine", "wsd" (warm-up, stable, decay over the last fifth) or "constant";
+            all warm up.
+        warmup: warm-up, as a fraction of the steps.
+        final_learning_rate: learning rate at the end, as a fraction of the peak.
+        b1: Adam beta1.
+        b2: Adam beta2.
+        weight_decay: weight decay.
+        moments: dtype of the optimizer state: "float32", or "bfloat16", which saves half of its memory and traffic.
+        clip_norm: maximum of the global gradient norm.
+        gamma: decay of the loss weights over a block, exp(-(k - 1) / gamma); 0 takes the paper's value for the block
+            size.
+        weighting: loss weights over a block: "decay", or "dpace" (arXiv 2605.18810) with alpha 0.5.
+        cross_entropy: coefficient of the cross-entropy with the data tokens.
+        kl: coefficient of the KL divergence from the target's distribution.
+        total_variation: coefficient of the total variation distance from the target's distribution; alone it hardly
+            learns from scratch.
+        negative_log_acceptance: coefficient of -log of the acceptance rate (arXiv 2602.23881).
+        lk_hybrid: coefficient of the mixture of KL divergence and rejection rate of arXiv 2602.23881.
         feature_noise: half width of uniform noise on the target features.
-        remat: recompute draft layers in the backward pass instead of keeping their insides; "auto" does where memory
-            is too small for them, and on CPU.
-        loss_chunk: hidden states whose logits exist at the same time.
-        round_logit_gradients: round the gradient by the logits to the dtype of the computation before its products,
+        remat: activation checkpointing of the draft layers; "auto" turns it on where their activations do not fit in
+            memory, and on CPU.
+        loss_chunk: tokens per chunk when logits are computed.
+        round_logit_gradients: round the gradient of the logits to the dtype of the computation before its products,
             which are several times as fast in bfloat16.
-        seed: of initial weights, order and anchors.
-        dtype: of the computation, "auto", "float32" or "bfloat16"; parameters are float32.
-        log_every: steps between lines of figures.
+        seed: random seed of initial weights, order and anchors.
+        dtype: dtype of the computation: "auto", "float32" or "bfloat16"; parameters are float32.
+        log_every: steps between log lines.
         save_every: steps between checkpoints; 0 saves at the end and before evaluations only.
         evaluate_every: steps between evaluations; 0 is a tenth of the run. Needs prompts to evaluate on.
-        evaluate_samples: prompts of an evaluation.
-        evaluate_max_new_tokens: tokens per answer of an evaluation.
-        evaluate_temperature: of an evaluation; 0 is greedy.
-        keep: checkpoints kept.
+        evaluate_samples: number of prompts of an evaluation.
+        evaluate_max_new_tokens: maximum number of tokens per answer of an evaluation.
+        evaluate_temperature: sampling temperature of an evaluation; 0 is greedy.
+        keep: maximum number of checkpoints to keep.
     """
 
     drafter: str = "dflash"
@@ -177,7 +177,7 @@ class TrainConfig:
                 if not fits(getattr(self, name)):
                     raise ValueError(f"{name} {what}, got {getattr(self, name)}")
         if self.moments == "bfloat16" and self.b2 > 0.99:
-            raise ValueError(f"moments bfloat16 needs b2 of at most 0.99, or means stand still; got {self.b2}")
+            raise ValueError(f"moments bfloat16 needs b2 of at most 0.99, or the averages stand still; got {self.b2}")
         if self.block_size < 2:
             raise ValueError(f"block_size must be at least 2 (an anchor and a mask), got {self.block_size}")
         if self.batch_size % self.accumulate:

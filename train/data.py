@@ -172,7 +172,7 @@ class Packing:
         self._first: list[int] = [0]  # step at which each known epoch begins
 
     def steps(self, epochs: float) -> int:
-        """Optimiser steps of so many epochs, at least one."""
+        """Optimizer steps of so many epochs, at least one."""
         whole, part = int(epochs), epochs - int(epochs)
         while len(self._epochs) < whole + bool(part):
             self._plan_epoch()

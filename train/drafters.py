@@ -34,7 +34,7 @@ INIT_STD = 0.02
 def new_drafter(
     target: Target, config: TrainConfig, mask_token_id: int, vocabulary: Sequence[int] | None = None
 ) -> tuple[Drafter, dict[str, Any]]:
-    """A freshly initialised drafter of the kind `config.drafter` in the target's shape, and its `config.json`.
+    """A freshly initialized drafter of the kind `config.drafter` in the target's shape, and its `config.json`.
 
     Matrices are drawn from N(0, 0.02) by `config.seed`, norms are one, biases zero, unless the kind says otherwise.
 
@@ -211,7 +211,7 @@ def store_sharpness(directory: Path, sharpness: Sequence[float]) -> None:
         ValueError: there is nothing to write, since no proposal was right.
     """
     if not sharpness:
-        raise ValueError("no proposal was right, so nothing was learnt of their sharpness; take more prompts")
+        raise ValueError("no draft token was accepted, so no sharpness was learned; use more prompts")
     path = directory / "config.json"
     raw = checkpoint.read_json(path)
     for inside in ("dflash_config", "eagle_config"):

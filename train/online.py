@@ -37,13 +37,13 @@ class OnlineDrafter:
     Rollouts do not have the target's logits. A drafter that is also compared with these, as LiLiCorr is, learns without
     that part of its loss.
 
-    What is given to `Engine.update` as its drafter in between is replaced by what this one has learnt.
+    What is given to `Engine.update` as its drafter in between is replaced by what this one has learned.
 
     Attributes:
         state: parameters in float32, and what the optimizer keeps.
 
     Raises:
-        ValueError: an engine that keeps no features, is split over devices, or has a drafter of quantised weights; a
+        ValueError: an engine that keeps no features, is split over devices, or has a drafter of quantized weights; a
             training that needs what rollouts do not have.
     """
 
@@ -54,7 +54,7 @@ class OnlineDrafter:
         if engine.target.mesh is not None:
             raise ValueError("an online drafter learns on one device; its engine is split over several")
         if forms(drafter.params):
-            raise ValueError("an online drafter needs plain weights; load it without quantisation")
+            raise ValueError("an online drafter needs plain weights; load it unquantized")
         if every < 1:
             raise ValueError(f"every must be at least 1, got {every}")
         size = drafter.config.block_size
@@ -63,7 +63,7 @@ class OnlineDrafter:
             raise ValueError(f"block_size must be the drafter's, {size}; got {config.block_size}")
         if config.schedule != "constant" or config.warmup:
             raise ValueError(
-                'the learning rate must be constant, since nobody knows the end: schedule="constant", warmup=0'
+                'the learning rate must be constant, as the number of steps is not known: schedule="constant", warmup=0'
             )
         if config.losses.distill or config.anchor_placement == "decoded":
             raise ValueError("rollouts have neither the target's distribution nor the places of steps to learn from")

@@ -22,7 +22,7 @@ from dflash_jax.train.metrics import MetricsLog
 from dflash_jax.train.run import Judge, Run
 from dflash_jax.train.step import init_state
 
-# Settings that may change when a run continues: they decide what is reported and kept, not what is learnt.
+# Settings that may change when a run continues: they decide what is reported and kept, not what is learned.
 FREE = ("log_every", "save_every", "evaluate_every", "evaluate_samples", "evaluate_max_new_tokens", "keep")
 FREE += ("evaluate_temperature", "accumulate", "loss_chunk", "remat")
 
@@ -57,7 +57,7 @@ def open_run(
     mesh = target.mesh
     assert not isinstance(mesh, AbstractMesh)  # there are devices to train on
     if evaluate is not None and jax.process_count() > 1:
-        raise ValueError("several processes do not evaluate on the way; run `evaluate` on a checkpoint")
+        raise ValueError("evaluation during training needs a single process; run `evaluate` on a checkpoint")
     _check_data(drafter, examples, config)
     drafter.config.check_pair(target.config)
     _check_mesh(drafter, mesh, config)
@@ -108,8 +108,8 @@ def _check_data(drafter: Drafter, examples: list[Example], config: TrainConfig) 
 def _check_mesh(drafter: Drafter, mesh: Mesh | None, config: TrainConfig) -> None:
     if config.batch_size % (config.accumulate * rows_of(mesh)):
         raise ValueError(
-            f"batch_size {config.batch_size} must be a multiple of accumulate {config.accumulate} times the mesh's "
-            f"{rows_of(mesh)} parts of rows"
+            f"batch_size {config.batch_size} must be a multiple of accumulate {config.accumulate} times the "
+            f"{rows_of(mesh)} data-parallel parts of the mesh"
         )
     if mesh is None:
         return

@@ -1,4 +1,4 @@
-"""The optimiser: AdamW, or Muon for matrices, under a schedule; what it keeps, and how exactly it multiplies."""
+"""The optimizer: AdamW, or Muon for matrices, under a schedule; what it keeps, and how exactly it multiplies."""
 
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager

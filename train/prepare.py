@@ -55,12 +55,12 @@ def prepare(options: DataOptions, overrides: dict[str, Any]) -> Prepared:
     config = make_config(given)
     if others := ", ".join(name for name in given if name not in config.named()):
         print(
-            f"note: a {config.drafter} drafter does not have the settings {others}, which change nothing",
+            f"note: {others} have no effect: a {config.drafter} drafter has no such settings",
             file=sys.stderr,
         )
     mesh = choose_mesh(options.mesh, training=True)
     if "drafter" in options.quantize:
-        raise ValueError("--quantize drafter=... is not for training, whose parameters are float32; leave it out")
+        raise ValueError("training keeps the drafter in float32; leave drafter=... out of --quantize")
     how = {"overrides": options.target_config, "quantize": options.quantize}
     target = load_target(options.target, dtype=config.dtype, mesh=mesh, **how)
     ends = target.config.eos_token_ids

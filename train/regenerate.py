@@ -18,7 +18,7 @@ from dflash_jax.infer.interrupt import stop_signals
 from dflash_jax.infer.jobs.answering import Answering, job_settings
 from dflash_jax.infer.jobs.journal import Journal
 from dflash_jax.infer.jobs.lines import Line, read_lines
-from dflash_jax.infer.progress import engine_rates, progress_bar, warm_up
+from dflash_jax.infer.progress import counted, engine_rates, progress_bar, warm_up
 from dflash_jax.loading import load
 from dflash_jax.train.arguments import RegenerateOptions
 
@@ -65,7 +65,7 @@ def main(options: RegenerateOptions) -> int:
     with stop_signals() as stopping, keep(stopping=lambda: stopping) as answers:
         lines = [line for line in lines if line.index not in answers.done]
         if answers.done:
-            print(f"{len(answers.done)} lines are done, {len(lines)} left", file=sys.stderr)
+            print(f"{counted(len(answers.done), 'line')} done, {len(lines)} left", file=sys.stderr)
         if not lines:
             return 1 if answers.failed else 0
         needs = needs_of_lines(target.config, lines, engine_options)
@@ -76,7 +76,7 @@ def main(options: RegenerateOptions) -> int:
     if cut:
         print(f"{cut} of {len(lines)} answers were cut at {generation.max_new_tokens} tokens", file=sys.stderr)
     if failed:
-        print(f"{failed} lines have an error record", file=sys.stderr)
+        print(f"{counted(failed, 'line')} with an error record", file=sys.stderr)
     return 1 if failed else 0
 
 

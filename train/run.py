@@ -228,7 +228,7 @@ class Run:
         return jnp.asarray(x) if self.mesh is None else spread(x, NamedSharding(self.mesh, spec))
 
     def save(self, name: str, drafter: Drafter, learnt: Metrics | None = None) -> None:
-        """Writes a drafter into a directory of this name, with what was learnt of it in its `config.json`."""
+        """Writes a drafter into a directory of this name, with what was learned of it in its `config.json`."""
         drafter = drafter.replace(params=gather(drafter.params), mesh=None)
         if jax.process_index() == 0:
             save_drafter(self.directory / name, drafter, {**self.raw, **(learnt or {})})

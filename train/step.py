@@ -1,4 +1,4 @@
-"""One optimiser step as a pure function of (state, batch)."""
+"""One optimizer step as a pure function of (state, batch)."""
 
 from functools import partial
 from typing import Any, NamedTuple

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from tyro.conf import arg, subcommand
+from tyro.conf import Suppress, arg, subcommand
 
-from dflash_jax.cli import GenerationOptions, ModelOptions, Overrides, Quantization, optional, parsed
+from dflash_jax.cli import GENERATION, MODEL, GenerationOptions, ModelOptions, Overrides, Quantization, optional, parsed
 
 Figures = dict[str, Any]  # what is measured or planned, as it is written to a JSON file
 Plot = Annotated[Path | None, optional(Path, "FILE.svg")]
@@ -36,10 +36,10 @@ def _named(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 @dataclass(frozen=True)
 class BenchmarkModels(ModelOptions):
-    """The models, and where they run.
+    """Models and devices.
 
     Attributes:
-        target: target checkpoint: a directory, a GGUF file of the llama family, or a hub id
+        target: target model: a directory, a GGUF file of the Llama family, or a Hugging Face id
     """
 
     target: Annotated[str | None, optional(str, "DIR|FILE.gguf|ID", "the bundled pair")] = None
@@ -47,16 +47,16 @@ class BenchmarkModels(ModelOptions):
 
 @dataclass(frozen=True)
 class BenchmarkTarget(BenchmarkModels):
-    """The target, and where it runs; its drafters have an option of their own."""
+    """Model and devices; the drafters are those of --drafters."""
 
-    drafter: str | None = field(default=None, init=False)
+    drafter: Suppress[str | None] = field(default=None, init=False)
 
 
 @dataclass(frozen=True)
 class GenerationAtAnyTemperature(GenerationOptions):
-    """How answers are generated; temperatures have an option of their own."""
+    """Sampling, draft length and number of concurrent requests, at each --temperature."""
 
-    temperature: float = field(default=0.0, init=False)
+    temperature: Suppress[float] = field(default=0.0, init=False)
 
     def at(self, temperature: float) -> GenerationOptions:
         """These options with a temperature."""
@@ -69,18 +69,18 @@ class MeasureOptions:
     """What all modes of `python -m dflash_jax.benchmark` share.
 
     Attributes:
-        dataset: problems (held-out ones of the bundled pair, and its default), gsm8k (default for other targets),
-            math500, aime25, humaneval, mbpp, livecodebench, mt-bench or a local FILE.jsonl
-        max_samples: prompts, after the official shuffle
-        json: write all figures
-        seed: sampling noise
+        dataset: problems (held out from the bundled pair, and its default), gsm8k (default for other targets), math500,
+            aime25, humaneval, mbpp, livecodebench, mt-bench or a local FILE.jsonl
+        max_samples: number of prompts, after the official shuffle
+        json: write all results
+        seed: random seed
     """
 
     dataset: Annotated[str | None, optional(str, "NAME|FILE.jsonl")] = None
     max_samples: int = 24
     json: Annotated[str | None, optional(str, "FILE")] = None
     seed: Annotated[int, arg(metavar="N")] = 0
-    models: BenchmarkModels = field(default_factory=BenchmarkModels)
+    models: Annotated[BenchmarkModels, MODEL] = field(default_factory=BenchmarkModels)
 
     @property
     def questions(self) -> str:
@@ -93,19 +93,19 @@ class PairOptions(MeasureOptions):
     """What the modes share that measure one pair.
 
     Attributes:
-        untrained: random weights in the drafter's place: nothing it proposes is right
+        untrained: use a drafter with random weights, none of whose tokens is accepted: the overhead of speculation
     """
 
     untrained: bool = False
-    generation: GenerationOptions = field(default_factory=GenerationOptions)
+    generation: Annotated[GenerationOptions, GENERATION] = field(default_factory=GenerationOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(PairOptions):
-    """Speedup, tau and the cost of a step of a pair.
+    """Speedup, tau (mean accepted length) and time of a decoding step, with and without a drafter.
 
     Attributes:
-        official: also run the official torch implementation (greedy, batch 1, CPU)
+        official: also run the authors' PyTorch implementation (greedy, batch size 1, CPU)
     """
 
     official: bool = False
@@ -113,9 +113,9 @@ class CompareOptions(PairOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class JobsOptions(CompareOptions):
-    """Whole jobs, prefill included: plain decoding, each block size, auto, and one prompt at a time. With --block-size
-    N: only plain decoding and N. With --block-size auto: plain decoding, auto, and plain decoding that keeps the
-    drafter's state up to date.
+    """Whole jobs, prefill included: without speculation, with each block size, with auto, and one prompt at a time.
+    Given --block-size N: without speculation, and N. Given --block-size auto: without speculation, auto, and without
+    speculation while the cache of the drafter is kept up to date.
 
     Attributes:
         rounds: how often all prompts are answered
@@ -126,11 +126,11 @@ class JobsOptions(CompareOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(PairOptions):
-    """So many requests at the same time: plain decoding, the block size and auto, at each number.
+    """Throughput by the number of concurrent requests: without speculation, with the block size and with auto.
 
     Attributes:
-        concurrency: the numbers
-        plot: tokens per second against tokens per second and user (a file that matplotlib can write)
+        concurrency: numbers of concurrent requests
+        plot: plot tokens per second against tokens per second and user (a file type that matplotlib can write)
     """
 
     concurrency: Annotated[
@@ -141,15 +141,15 @@ class SweepOptions(PairOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DraftersOptions(MeasureOptions):
-    """Drafters of one target side by side: tau, speedup, times and bytes of a step, on each of the --tasks at each
-    --temperature.
+    """Compares drafters of one target: tau, speedup, time and memory traffic of a step, on each of the --tasks, at
+    each --temperature.
 
     Attributes:
-        drafters: their names and checkpoints
+        drafters: names and checkpoints of the drafters
         tasks: datasets, like gsm8k,mt-bench (default: the one of --dataset)
-        temperature: 0 is greedy; several are measured one after another
+        temperature: sampling temperatures, measured one after another; 0 is greedy
         rounds: how often all prompts are answered
-        plot: speedups, acceptance by position, and tau over the time of a draft (a file that matplotlib can write)
+        plot: plot speedup, acceptance by position, and tau against draft time (a file type that matplotlib can write)
     """
 
     drafters: Annotated[tuple[tuple[str, str], ...], parsed(_named, "NAME=DIR,...")]
@@ -159,8 +159,8 @@ class DraftersOptions(MeasureOptions):
     ] = (0.0,)
     rounds: Annotated[int, arg(metavar="N")] = 2
     plot: Plot = None
-    models: BenchmarkTarget = field(default_factory=BenchmarkTarget)
-    generation: GenerationAtAnyTemperature = field(default_factory=GenerationAtAnyTemperature)
+    models: Annotated[BenchmarkTarget, MODEL] = field(default_factory=BenchmarkTarget)
+    generation: Annotated[GenerationAtAnyTemperature, GENERATION] = field(default_factory=GenerationAtAnyTemperature)
 
 
 Mode = (
@@ -173,43 +173,45 @@ Mode = (
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Memory, operations, collectives and the least time of a step, per device.
+    """Memory, operations, communication and least time of a step, per device.
 
     Attributes:
-        target: a name such as qwen3-8b (an unknown one lists all), config.json or its folder
-        topology: TPU, like v5e-4 or v5e:2x2, or GPU and number, like h100:4
-        drafter: config.json or its folder
-        target_config: fields of the target's config.json to replace, a JSON object
-        drafter_config: fields of the drafter's config.json to replace
-        quantize: what is quantised as it is loaded, like target=int8,drafter=int8,head=int8 (see serve)
-        mesh: like data=2,model=4 (see serve)
-        batch_size: rows; of training, packed rows of a step
-        max_length: tokens of a row
-        cache_tokens: tokens that all rows hold together, in pages that they share (see serve)
-        block_size: positions of a block, the anchor included
-        tree: nodes of a tree that is verified instead of a chain; also says which trees cost no time
-        cache_dtype: int8 keeps the target's keys and values in 8 bits (see serve)
-        draft_window: positions that the drafter sees, the last ones, besides the first 128 (see serve)
-        verify_budget: positions that are verified of a row on average, the likeliest of all rows (see serve); 0 is all
-        parts: also compile draft, verify (also of one token), accept and commit, each alone, for the bytes they move
-        tau: tokens a step commits
-        training: the training step of the drafter instead
-        row_anchors: blocks of a packed row, for --training
-        tokens: tokens of the training data, for the hours that an epoch takes
-        largest: also find the most rows and the longest rows that fit, for --training (compiles ten programs or so)
-        json: write the figures, too
+        target: a name such as qwen3-8b (an unknown one lists all), a config.json or its directory
+        topology: TPU slice, like v5e-4 or v5e:2x2, or GPU and number, like h100:4
+        drafter: a config.json or its directory
+        target_config: fields of the target's config.json to override, a JSON object
+        drafter_config: fields of the drafter's config.json to override
+        quantize: weights that are quantized while loading, like target=int8,drafter=int8,head=int8 (see serve)
+        mesh: device mesh, like data=2,model=4 (see serve)
+        batch_size: concurrent sequences; with --training, packed sequences per step
+        max_length: maximum length of a sequence in tokens; with --training, of a packed one
+        cache_tokens: size of the KV cache in tokens, which all sequences share in pages (see serve)
+        block_size: draft length plus 1
+        tree: nodes of a draft tree to verify instead of a chain; also says which trees cost no time
+        cache_dtype: int8 keeps the target's KV cache in 8 bits (see serve)
+        draft_window: window of the drafter's attention in tokens, besides the first 128 (see serve)
+        verify_budget: draft positions to verify in a step, per sequence on average (see serve); 0 is all
+        parts: also compile draft, verify (also of one token), accept and cache update by themselves, for their memory
+            traffic
+        tau: accepted tokens per step, the bonus token included
+        training: plan a training step of the drafter instead
+        row_anchors: draft blocks per packed sequence, for --training
+        tokens: tokens of the training data, for the hours of an epoch
+        largest: also find the largest batch and the longest sequences that fit, for --training (compiles about ten
+            programs)
+        json: write the results
     """
 
     target: Annotated[str, arg(metavar="CONFIG")]
     topology: Annotated[str, arg(metavar="CHIP:SHAPE")]
-    drafter: Annotated[str | None, optional(str, "CONFIG", "the published one of a target given by name")] = None
+    drafter: Annotated[str | None, optional(str, "CONFIG", "the published one, if the target is given by name")] = None
     target_config: Overrides = field(default_factory=dict)
     drafter_config: Overrides = field(default_factory=dict)
     quantize: Quantization = field(default_factory=dict)
     mesh: Annotated[str, arg(metavar="AXES")] = "auto"
     batch_size: int = 8
     max_length: int = 8192
-    cache_tokens: Annotated[int | None, optional(int, "N", "--max-length for each row")] = None
+    cache_tokens: Annotated[int | None, optional(int, "N", "--max-length per sequence")] = None
     block_size: Annotated[int | None, optional(int, "N", "the drafter's")] = None
     tree: int = 0
     cache_dtype: Literal["auto", "int8"] = "auto"

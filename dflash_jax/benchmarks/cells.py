@@ -1,7 +1,7 @@
 """Drafters of one target take turns: a cell of their table is one drafter on one task at one temperature.
 
 Nothing is kept of one prompt for another, what was answered to warm up does not count, and every answer is compared
-with plain decoding's.
+with autoregressive decoding's.
 """
 
 import math

@@ -34,7 +34,7 @@ def measure(options: CompareOptions) -> Figures:
         engines[name] = asked.engine(changed, engine_options)
     ours = engines["speculative"]
     if ours.drafter is None:
-        raise ValueError(f"--block-size {generation.block_size} proposes nothing; choose a larger one to compare")
+        raise ValueError(f"--block-size {generation.block_size} drafts no tokens; choose a larger one")
     prompts = [len(request.prompt_token_ids) for request in asked.requests]
     length = sum(prompts) // len(prompts) + generation.max_new_tokens // 2
     figures, answers = compare(engines, asked.requests, official, length)

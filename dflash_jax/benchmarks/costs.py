@@ -84,12 +84,12 @@ class _Count:
         groups = weights[0].shape[0]
         self.flops += 2.0 * rows * outputs * x.shape[1] * times
         hit = 1 - (1 - 1 / groups) ** rows
-        for weight, origin in zip(weights, inputs[1:-1], strict=True):  # one array, or what a quantised weight has
+        for weight, origin in zip(weights, inputs[1:-1], strict=True):  # one array, or what a quantized weight has
             if origin is not None:
                 self.read[origin] += hit * weight.size * weight.dtype.itemsize * times
 
     def _quantised(self, eqn: Any, inputs: list[int | None], times: int) -> None:
-        """A product with a quantised weight, of which all arrays are read."""
+        """A product with a quantized weight, of which all arrays are read."""
         x, out = eqn.invars[0].aval, eqn.outvars[0].aval
         self.flops += 2.0 * out.size * x.shape[-1] * times
         for operand, origin in zip(eqn.invars, inputs, strict=True):

@@ -37,7 +37,7 @@ def measure(options: DraftersOptions) -> Figures:
     if options.rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {options.rounds}")
     if options.generation.block_size == "auto":
-        raise ValueError("drafters are compared at one size, not --block-size auto; give a number or leave it out")
+        raise ValueError("drafters are compared at one block size; give --block-size a number, or leave it out")
     models = options.models
     source, _ = pair_sources(models)
     loaded = load(replace(models, target=source), options.generation.at(0.0), speculative=False)
@@ -140,13 +140,13 @@ def draw(figures: Figures, path: Path) -> None:
 
 
 def unequal(figures: Figures) -> str | None:
-    """What is wrong with the answers: in float32 all must be those of plain decoding. Rounding may change those of
-    other types, which are only counted."""
+    """What is wrong with the answers: in float32 all must be those of autoregressive decoding. Rounding may change
+    those of other types, which are only counted."""
     wrong = [cell for cell in figures["cells"] if cell["equal_outputs"] < cell["samples"]]
     if figures["dtype"] != "float32" or not wrong:
         return None
     counts = (f"{c['samples'] - c['equal_outputs']} of {c['drafter']} on {c['task']}" for c in wrong)
-    return f"answers in float32 differ from those of plain decoding: {', '.join(counts)}"
+    return f"answers in float32 differ from those of autoregressive decoding: {', '.join(counts)}"
 
 
 def bytes_per_step(raw: Raw, block_size: int, nodes: int = 0) -> dict[str, float]:

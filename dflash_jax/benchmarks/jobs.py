@@ -58,7 +58,7 @@ def measure(options: JobsOptions) -> Figures:
 
 
 def engines(asked: Asked, options: JobsOptions) -> dict[str, Engine]:
-    """Those that are compared, by name: the first is plain decoding."""
+    """Those that are compared, by name: the first is autoregressive decoding."""
     most, generation = asked.drafter.config.block_size, options.generation
     engine_options, one = EngineOptions(seed=options.seed), options.generation.block_size
 

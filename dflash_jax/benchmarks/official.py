@@ -22,7 +22,7 @@ class Official:
             from dflash.model import DFlashDraftModel
             from transformers import AutoModelForCausalLM
         except ImportError as error:
-            raise ValueError('the comparison needs `pip install "dflash[local]==0.1.0"`') from error
+            raise ValueError('--official needs `pip install "dflash[local]==0.1.0"`') from error
         if (Path(target) / gguf.INDEX).is_file():
             raise ValueError("--official compares checkpoints of safetensors; this target is a GGUF file")
         self._target = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
@@ -33,7 +33,7 @@ class Official:
         import torch
         from dflash import model
 
-        model._cuda_time = time.perf_counter  # its clock synchronises a GPU that is not there
+        model._cuda_time = time.perf_counter  # its clock synchronizes a GPU that is not there
         out = model.dflash_generate(
             self._drafter,
             self._target,

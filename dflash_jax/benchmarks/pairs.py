@@ -56,7 +56,7 @@ def ask(options: PairOptions) -> Asked:
     generation.sampling().check()
     source, draft_source = pair_sources(options.models)
     if not draft_source:
-        raise ValueError("--drafter is needed: benchmark compares decoding with it and without")
+        raise ValueError("no drafter given: bench compares decoding with and without one; pass --drafter")
     samples, right = questions(options.questions, options.max_samples)
     loaded = load(replace(options.models, target=source, drafter=draft_source), generation)
     assert loaded.drafter is not None

@@ -81,7 +81,7 @@ def answered(prompt: str) -> Figures:
 
 
 def answer_picture(answer: Figures) -> str:
-    """SVG: a text in which the tokens of each step have one colour."""
+    """SVG: a text in which the tokens of each step have one color."""
     x, y, body = 0, 0, []
     for number, (count, piece) in enumerate(answer["steps"]):
         title = f"step {number}: {count} tokens" if number else "from reading the prompt"
@@ -132,7 +132,7 @@ def _svg(width: float, height: float, ink: str, paper: str, body: Iterable[str])
 
 
 def plot_speeds(figures: Sequence[Figures], path: Path) -> None:
-    """How many times as fast as plain decoding each was in its own run, with tau above the bars."""
+    """How many times as fast as autoregressive decoding each was in its own run, with tau above the bars."""
     figure = new_figure(7, 3.2)
     axes = figure.add_subplot()
     ordered = sorted(figures, key=lambda one: (one["tree"], one["block_size"]))

@@ -18,7 +18,7 @@ def table(figures: Figures) -> str:
             lines.append(f"  {key.removesuffix('_bytes').replace('_', ' '):20} {size(shown[key])}")
     if "pages" in figures:
         tokens = figures["pages"] * figures["page"]
-        lines.append(f"  {'pages of all rows':20} {figures['pages']} of {figures['page']} positions: {tokens} tokens")
+        lines.append(f"  {'KV cache pages':20} {figures['pages']} of {figures['page']} positions: {tokens} tokens")
     verdict = "fits" if figures["fits"] else "DOES NOT FIT"
     lines.append(f"  {'peak':20} {size(figures['peak_bytes'])} of {size(figures['chip_bytes'])}: {verdict}")
     if figures.get("requests_by_length"):
@@ -38,7 +38,7 @@ def table(figures: Figures) -> str:
         lines.append(f"  {'kernels a step':20} {shown['kernels']} {where}; {more}")
     if "draft_upkeep" in shown:
         share = 100 * shown["draft_upkeep"]
-        lines.append(f"  {'upkeep of the draft':20} {share:.1f}% more bytes read by a step that does not speculate")
+        lines.append(f"  {'draft cache update':20} {share:.1f}% more memory traffic in a step without speculation")
     one = figures.get("part_bytes", {}).get("verify of one token")
     for name, moved in figures.get("part_bytes", {}).items():
         share = f", {moved / one:.2f} times one token's" if moved and one else ""
@@ -59,7 +59,11 @@ def table(figures: Figures) -> str:
         milliseconds = 1e3 * figures["least_step_seconds"]
         lines += ["", f"least time of a step {milliseconds:.2f} ms (published bandwidth and FLOP rates)"]
     if "free_nodes" in figures:
-        lines.append(f"trees of up to {figures['free_nodes']} nodes take no more: memory is what a step waits for")
+        lines.append(
+            f"trees of up to {figures['free_nodes']} nodes take no more time: a step is limited by memory bandwidth"
+        )
     if "tau" in figures:
-        lines.append(f"at tau {figures['tau']}: at most {figures['most_tokens_per_second']:.0f} tokens/s, all rows")
+        lines.append(
+            f"at tau {figures['tau']}: at most {figures['most_tokens_per_second']:.0f} tokens/s, all sequences"
+        )
     return "\n".join(lines)

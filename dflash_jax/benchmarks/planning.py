@@ -68,7 +68,7 @@ def plan(options: PlanOptions) -> Figures:
     parts = sizes["data"] * sizes["fsdp"]
     if options.batch_size % parts:
         raise ValueError(
-            f"--batch-size {options.batch_size} must be a multiple of the {parts} parts the mesh splits rows in"
+            f"--batch-size {options.batch_size} must be a multiple of the {parts} data-parallel parts of the mesh"
         )
     figures: Figures = {"topology": topology, "devices": len(devices), "mesh": sizes}
     figures |= {"quantize": dict(options.quantize)} if options.quantize else {}
@@ -81,13 +81,13 @@ def plan(options: PlanOptions) -> Figures:
         slots = Windowed(slots, options.draft_window)
     shape = options.batch_size, slots, options.block_size, options.tree, options.verify_budget
     if options.training and options.cache_tokens is not None:
-        raise ValueError("--cache-tokens are those of decoding; leave --training out")
+        raise ValueError("--cache-tokens is for decoding; leave it or --training out")
     if options.training and options.parts:
-        raise ValueError("--parts are those of a decoding step; leave --training out")
+        raise ValueError("--parts is for a decoding step; leave it or --training out")
     if options.training and "drafter" in options.quantize:
-        raise ValueError("--quantize drafter=... is not for training, whose parameters are float32; leave it out")
+        raise ValueError("training keeps the drafter in float32; leave drafter=... out of --quantize")
     for flag in [flag for flag in ("training", "parts") if getattr(options, flag) and not compiling]:
-        raise ValueError(f"--{flag} is planned by a compiler; install .[cuda-compiler], or name a TPU topology")
+        raise ValueError(f"--{flag} needs the CUDA compiler; install .[cuda-compiler], or choose a TPU topology")
     if not compiling:
         figures |= traced(raws, sizes, *shape)
     else:
@@ -125,12 +125,10 @@ def _configs(target: str, drafter: str | None) -> tuple[Raw, Raw]:
 
     if drafter is None:
         if target not in PAIRS:
-            raise ValueError(f"--drafter is needed, unless --target is one of {', '.join(PAIRS)}")
+            raise ValueError(f"no drafter given: pass --drafter, or a --target of {', '.join(PAIRS)}")
         return PAIRS[target]
     if named(drafter)[0]:
-        raise ValueError(
-            "n-grams have no weights, and a step verifies what other steps do; plan with a drafter's config"
-        )
+        raise ValueError("--drafter ngram has no weights to plan for; pass the config.json of a drafter")
     first = PAIRS[target][0] if target in PAIRS else read(target, "target", models.target_config)
     depth = models.target_config(first).num_hidden_layers
     return first, read(drafter, "drafter", lambda raw: drafter_config(raw, depth))

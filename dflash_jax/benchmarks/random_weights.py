@@ -16,7 +16,7 @@ from dflash_jax.quantised import quantised
 from dflash_jax.quantize import Quantize, parse_quantize, rule
 from dflash_jax.target import Target
 
-Pair = tuple[Raw, Raw] | tuple[Raw, Raw, Mapping[str, str]]  # configurations, and what is quantised
+Pair = tuple[Raw, Raw] | tuple[Raw, Raw, Mapping[str, str]]  # configurations, and what is quantized
 
 
 def random_pair(
@@ -66,7 +66,7 @@ def random_target(
 def _random(
     table: checkpoint.Table, dtype: DTypeLike, quantize: Callable[[str], str | None] = lambda path: None
 ) -> dict[str, Any]:
-    """Matrices N(0, 1 / width), norms one. Quantised ones are about as large, whatever their bits."""
+    """Matrices N(0, 1 / width), norms one. Quantized ones are about as large, whatever their bits."""
     params: dict[str, Any] = {}
     for seed, (path, leaf) in enumerate(checkpoint.leaves(table)):
         key, kind = jax.random.key(seed), jnp.dtype(dtype if leaf.dtype in (None, "stored") else leaf.dtype)

@@ -140,7 +140,7 @@ def lines(figures: Figures) -> list[str]:
     if "epoch_hours" in figures:
         found.append(f"  {'an epoch':22} {figures['epoch_hours']:.1f} hours at the least time")
     if "largest_batch" in figures:
-        found.append(f"  {'largest that fit':22} {figures['largest_batch']} rows of this length")
+        found.append(f"  {'largest that fit':22} {figures['largest_batch']} sequences of this length")
         more = " or more" if figures["largest_length"] == MOST * UNIT else ""
         found.append(f"  {'':22} {figures['largest_length']} tokens{more} in this many rows")
     return found

@@ -70,7 +70,7 @@ class Mixer(Protocol):
         """Why it cannot be split so, or None.
 
         Args:
-            block: outputs, and inputs, of a weight that cannot be parted (of quantised blocks).
+            block: outputs, and inputs, of a weight that cannot be parted (of quantized blocks).
         """
         ...
 

@@ -1,6 +1,6 @@
 """The cache entry of an attention layer in 8 bits: codes of keys and values, with a scale for each token and head.
 
-Keys and values are quantised once, after their rotation and before the block attends, so that a position is the same
+Keys and values are quantized once, after their rotation and before the block attends, so that a position is the same
 whether it is read from the block or from the cache.
 Shapes: as in `attention`.
 """

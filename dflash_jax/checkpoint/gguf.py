@@ -75,7 +75,7 @@ def unpack(path: Path) -> Path:
 
 class Weights:
     """The tensors of an unpacked GGUF file under Hugging Face's names. Those that stay packed are several, `PARTS` of a
-    weight; all others are dequantised to float32 where they are read."""
+    weight; all others are dequantized to float32 where they are read."""
 
     def __init__(self, directory: Path):
         with files.reading(directory / INDEX) as path:
@@ -112,7 +112,7 @@ def _kind_of(number: int) -> str:
 
 
 def _parts(kind: int, axes: int) -> list[str]:
-    """What a tensor of so many axes is read as; nothing if it is one that is dequantised."""
+    """What a tensor of so many axes is read as; nothing if it is one that is dequantized."""
     form = FORMATS.get(_kind_of(kind))
     if form is None or axes != 2:
         return []
@@ -120,7 +120,7 @@ def _parts(kind: int, axes: int) -> list[str]:
 
 
 class Tensor:
-    """One stored tensor; it is read by rows, since a row is what is quantised together.
+    """One stored tensor; it is read by rows, since a row is what is quantized together.
 
     Args:
         shape: [out, in] or [size].
@@ -206,7 +206,7 @@ def _write(path: Path, directory: Path) -> None:
         reader = GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
     except (ValueError, KeyError, IndexError, OSError, OverflowError) as error:
-        raise ValueError(f"{path} is no complete GGUF file ({error}); download it again") from error
+        raise ValueError(f"{path} is not a complete GGUF file ({error}); download it again") from error
     if (architecture := fields.get("general.architecture")) != "llama":
         raise ValueError(f"{path}: GGUF files of architecture 'llama' are supported, got {architecture!r}")
     metadata = {name.removeprefix("llama."): value for name, value in fields.items() if name.startswith("llama.")}
@@ -360,4 +360,4 @@ def _converters() -> ModuleType:
             continue
         if hasattr(module, "convert_gguf_tokenizer"):
             return module
-    raise ValueError("this version of transformers makes no tokenizers from GGUF files; 5.15 and 5.23 do")
+    raise ValueError("this version of transformers cannot make a tokenizer from a GGUF file; 5.15 and 5.23 can")

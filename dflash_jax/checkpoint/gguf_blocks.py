@@ -1,6 +1,6 @@
-"""The blocks of GGUF's quantised tensors, taken apart into numbers and what they are multiplied by.
+"""The blocks of GGUF's quantized tensors, taken apart into numbers and what they are multiplied by.
 
-Reference: the block structures in ggml `ggml-common.h`; the package `gguf` gives the same numbers, dequantised.
+Reference: the block structures in ggml `ggml-common.h`; the package `gguf` gives the same numbers, dequantized.
 """
 
 from collections.abc import Callable

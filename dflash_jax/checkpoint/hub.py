@@ -33,7 +33,8 @@ def resolve(source: str | Path, what: str) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
-            f"{what} {source!s} is no local directory and could not be fetched from the hub: {reason}"
+            f"{what} {source!s} is not a local directory and could not be downloaded from the hub: {reason}. Without "
+            "network, copy the checkpoint and name its directory"
         ) from error
 
 

@@ -137,7 +137,7 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is no complete safetensors file ({error}); download it again") from error
+        raise ValueError(f"{path} is not a complete safetensors file ({error}); download it again") from error
 
 
 Place = Callable[[str, tuple[int, ...]], jax.sharding.Sharding | None]
@@ -160,8 +160,8 @@ def load(
         ignored: whether a tensor of this name may be there without use.
         place: the sharding of a parameter by its path and shape. Each shard goes from the file to its device; only
             one is on the host at a time.
-        dequantise: whether weights that are stored quantised become plain ones of `dtype`, one after the other.
-        quantise: how the plain weight of a product is quantised, by its path (see `quantised.quantised`); None leaves
+        dequantise: whether weights that are stored quantized become plain ones of `dtype`, one after the other.
+        quantise: how the plain weight of a product is quantized, by its path (see `quantised.quantised`); None leaves
             it. That is done where it lies, one weight after the other.
 
     Raises:
@@ -193,7 +193,7 @@ def load(
 
 @lru_cache
 def _plain(dtype: jnp.dtype, sharding: jax.sharding.Sharding | None) -> Callable[[Quantised], jax.Array]:
-    """What makes quantised weights plain; compiled once for all that are alike."""
+    """What makes quantized weights plain; compiled once for all that are alike."""
     return jax.jit(lambda weight: weight.astype(dtype), out_shardings=sharding)
 
 
@@ -206,7 +206,7 @@ def _dtype(reader: Reader, leaf: Leaf, dtype: DTypeLike) -> DTypeLike:
 
 
 def _quantised(path: str, weight: jax.Array, how: str, place: Place) -> Quantised:
-    """A weight quantised where it lies, placed as a stored one would be."""
+    """A weight quantized where it lies, placed as a stored one would be."""
     make = partial(quantised, how=how)
     shapes = jax.eval_shape(make, weight)
     where = jax.tree_util.tree_map_with_path(lambda key, x: place(f"{path}/{key[-1].name}", x.shape), shapes)
@@ -224,7 +224,7 @@ def nested(params: Mapping[str, Any], table: Table, dtype: DTypeLike) -> Params:
     """Parameters by their paths as a nested dict, with `Quantised` where the table has several arrays for a weight.
 
     Args:
-        dtype: of products with quantised weights.
+        dtype: of products with quantized weights.
     """
 
     def stored(path: str, leaf: Leaf | QuantisedLeaf) -> jax.Array | Quantised:

@@ -115,7 +115,7 @@ class PerOutput:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A matrix stored as small numbers and their scales, dequantised as it is read: `values * scale`.
+    """A matrix stored as small numbers and their scales, dequantized as it is read: `values * scale`.
 
     Attributes:
         values: the small numbers.

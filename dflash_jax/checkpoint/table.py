@@ -57,7 +57,7 @@ class Leaf:
         shape: of the parameter.
         parts: together they fill it.
         dtype: of the parameter; None is the model's, and "stored" the one that it has in the file.
-        product: whether it is the weight of a product, which may be quantised as it is loaded.
+        product: whether it is the weight of a product, which may be quantized as it is loaded.
         known: that they do, so that it need not be checked.
     """
 
@@ -103,7 +103,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class QuantisedLeaf:
-    """A weight that stays quantised.
+    """A weight that stays quantized.
 
     Attributes:
         arrays: the parameters that it is made of, by their names in `kind`.
@@ -124,7 +124,7 @@ Table = dict[str, Leaf | QuantisedLeaf]
 
 
 def leaves(table: Table) -> Iterator[tuple[str, Leaf]]:
-    """Every parameter array by its path; those of a quantised weight are `path/values`, `path/scale` and so on."""
+    """Every parameter array by its path; those of a quantized weight are `path/values`, `path/scale` and so on."""
     for path, leaf in table.items():
         if isinstance(leaf, QuantisedLeaf):
             yield from ((f"{path}/{name}", part) for name, part in leaf.arrays.items())
@@ -133,7 +133,7 @@ def leaves(table: Table) -> Iterator[tuple[str, Leaf]]:
 
 
 def of_product(leaf: Leaf) -> Leaf:
-    """The weight of a product, which may be quantised as it is loaded."""
+    """The weight of a product, which may be quantized as it is loaded."""
     return replace(leaf, product=True, known=True)
 
 

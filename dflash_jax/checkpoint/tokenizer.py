@@ -84,6 +84,6 @@ def _checked(ids: Iterable[object], count: int) -> frozenset[int]:
     found: set[int] = set()
     for value in ids:
         if type(value) is not int or not 0 <= value < 4 * count + 10_000:
-            raise ValueError(f"{value!r:.60} is no id of {count} tokens; ids are whole numbers from 0")
+            raise ValueError(f"{value!r:.60} is not a plausible id of {count} tokens; ids are integers from 0")
         found.add(value)
     return frozenset(found)

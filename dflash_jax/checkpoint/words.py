@@ -252,7 +252,7 @@ E2M1 = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # and the same belo
 
 @dataclass(frozen=True)
 class Unpacked:
-    """A matrix of four bits a number, dequantised as it is read: what `quantised.FourBit` stands for.
+    """A matrix of four bits a number, dequantized as it is read: what `quantised.FourBit` stands for.
 
     Attributes:
         shape: of the matrix.

@@ -1,4 +1,4 @@
-"""Schemas that must all hold, as one: what `allOf`, a `$ref` with neighbours and alternatives with neighbours mean."""
+"""Schemas that must all hold, as one: what `allOf`, a `$ref` with neighbors and alternatives with neighbors mean."""
 
 import json
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def conjunction(schemas: Sequence[Value]) -> Value:
 def _joined(one: Fields, other: Fields) -> Json:
     found, left = dict(one), list(one.get("allOf", ()))
     for names, rare in ((_OBJECTS, ("patternProperties", "propertyNames")), (_LISTS, ("prefixItems",))):
-        # What these say depends on their neighbours in their own schema.
+        # What these say depends on their neighbors in their own schema.
         if any(name in schema for schema in (one, other) for name in rare):
             mine, theirs = ([name for name in names if name in schema] for schema in (one, other))
             if mine and theirs:

@@ -138,7 +138,7 @@ def _prepared(
     if constraint.form is not None:
         size += sum(len(tool.parameters) for tool in constraint.form.tools if tool.strict is not False)
     if size > LARGEST:
-        raise ConstraintError("constraint_too_large", f"a constraint may have {LARGEST} bytes, got {size}")
+        raise ConstraintError("constraint_too_large", f"a constraint may have at most {LARGEST} bytes, got {size}")
     try:
         content = _expression(constraint, made, budget)
         whole = answer_expression(made, constraint.form, content, budget) if constraint.form else content

@@ -39,7 +39,7 @@ def check(schema: Fields, at: str) -> None:
     for name, value in schema.items():
         place = f"schema at {at}/{pointer(name)}"
         if name == "$id" and at:
-            raise ConstraintError("unsupported_schema", f"{place}: it is served at the root alone")
+            raise ConstraintError("unsupported_schema", f"{place}: it is supported at the root only")
         if name in _REFUSED:
             raise ConstraintError("unsupported_schema", f"{place}: the keyword cannot be enforced; leave it out")
         if name not in KNOWN and not name.startswith("x-"):

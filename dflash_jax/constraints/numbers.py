@@ -49,14 +49,14 @@ class Numbers:
             if most is not None:
                 most = int(most.to_integral_value("ROUND_FLOOR")) if most % 1 else int(most) - below
             if step is not None and step % 1 and 1 % step:
-                raise _unsupported(at, f"{step} is served for numbers, or integers that divide 1000")
+                raise _unsupported(at, f"{step} is supported for numbers, or integers that divide 1000")
             found = self.integer(least, most)
             return found if step is None or 1 % step == 0 else self._made.both([found, self._multiple(step, at)])
         places = None
         if step is not None:
             exponent = step.normalize().as_tuple()
             if exponent.digits != (1,):
-                raise _unsupported(at, f"{step} is served for integers, and for 0.1, 0.01 and so on")
+                raise _unsupported(at, f"{step} is supported for integers, and for 0.1, 0.01 and so on")
             places = -int(exponent.exponent)
         if least is None and most is None and places is None:
             return self.number()
@@ -70,7 +70,7 @@ class Numbers:
         made = self._made
         size = next((size for size in (1, 2, 3) if 10**size % step == 0), None)
         if size is None:
-            raise _unsupported(at, f"{step} is served for steps that divide 1000")
+            raise _unsupported(at, f"{step} is supported for steps that divide 1000")
         last = [f"{value:0{size}}" for value in range(0, 10**size, int(step))]
         ending = made.then(self._digits, made.texts(x.encode() for x in last))
         short = made.texts(str(int(x)).encode() for x in last)

@@ -59,7 +59,7 @@ def regex(made: Expressions, text: str, encode: Encode, *, search: bool = False)
     """
     if len(text) > LONGEST:
         raise ConstraintError(
-            "constraint_too_large", f"a regular expression may have {LONGEST} characters, got {len(text)}"
+            "constraint_too_large", f"a regular expression may have at most {LONGEST} characters, got {len(text)}"
         )
     group = _Reader(text, search=search).read()
     around = made.times(encode(made, ALL), 0, None) if search else made.empty
@@ -72,7 +72,8 @@ def regex(made: Expressions, text: str, encode: Encode, *, search: bool = False)
         if isinstance(part, _Group):
             return made.either([made.sequence([written(p) for p in branch]) for branch in part.branches])
         raise ConstraintError(
-            "invalid_regex", f"{part} is served at the beginning and the end of the whole expression only: {text!r:.80}"
+            "invalid_regex",
+            f"{part} is supported at the beginning and the end of the whole expression only: {text!r:.80}",
         )
 
     def whole(group: _Group) -> Expression:
@@ -152,7 +153,7 @@ class _Reader:
                 self._at = begin
                 self._refuse("nothing to repeat")
             if self._next() == "+":
-                self._refuse("possessive quantifiers are not served")
+                self._refuse("possessive quantifiers are not supported")
             self._take("?")  # a lazy one matches the same texts
             part = self._whole = _Times(part, least, most)
             if self._next() in ("*", "+", "?") or self._counts(peek=True) is not None:
@@ -175,7 +176,9 @@ class _Reader:
         if most is not None and most < least:
             self._refuse("the most times are fewer than the least")
         if max(least, most or 0) > MOST_TIMES:
-            raise ConstraintError("constraint_too_large", f"a quantifier may ask for {MOST_TIMES} times, got {inside}")
+            raise ConstraintError(
+                "constraint_too_large", f"a quantifier may ask for at most {MOST_TIMES} times, got {inside}"
+            )
         self._at = end + 1
         return least, most
 
@@ -204,7 +207,7 @@ class _Reader:
                     self._refuse("the name of a group must be an identifier")
                 self._at += len(name) + 1
             elif not self._take(":"):
-                self._refuse("look-around, flags and back-references are not served")
+                self._refuse("look-around, flags and back-references are not supported")
         group = self._group()
         if not self._take(")"):
             self._refuse("a missing )")
@@ -233,7 +236,7 @@ class _Reader:
             return _single(_CONTROL[letter])
         if letter.isalnum() and letter.isascii():
             self._at -= 1
-            self._refuse(f"\\{letter} is not served")
+            self._refuse(f"\\{letter} is not supported")
         return _single(ord(letter))
 
     def _set(self) -> Characters:

@@ -64,7 +64,7 @@ class _Compiler:
             self._invalid(at, f"a schema must be an object or a truth value, got {schema!r:.60}")
         if at.count("/") > 4 * MOST_LEVELS:
             raise ConstraintError(
-                "constraint_too_large", f"a schema may be nested {MOST_LEVELS} levels deep: {at:.200}"
+                "constraint_too_large", f"a schema may be nested at most {MOST_LEVELS} levels deep: {at:.200}"
             )
         key = json.dumps(schema), frozenset(Counter(inside).items())
         if key not in self._done:
@@ -101,7 +101,7 @@ class _Compiler:
         return schema["enum"]
 
     def _nested(self, name: str, schema: Fields, at: str, inside: tuple[str, ...]) -> Expression:
-        """A schema with alternatives, parts or a reference, each of which holds together with its neighbours."""
+        """A schema with alternatives, parts or a reference, each of which holds together with its neighbors."""
         rest = {key: value for key, value in schema.items() if key != name and key not in SAYS_NOTHING}
         place, value = f"{at}/{name}", schema[name]
         if name == "$ref":
@@ -277,9 +277,7 @@ class _Compiler:
             matching = [value for pattern, value in patterns.items() if self._found(pattern, name)]
             properties.setdefault(name, conjunction(matching) if matching else unnamed)
         if names is not True and named:
-            self._unsupported(
-                f"{at}/propertyNames", "it is served for objects whose properties have no names of their own"
-            )
+            self._unsupported(f"{at}/propertyNames", "it is supported for objects without named properties only")
         for name in schema.get("properties", {}):
             if any(self._found(pattern, name) for pattern in patterns):
                 self._unsupported(f"{at}/patternProperties", f"a pattern matches the property {name!r:.40}, too")
@@ -295,7 +293,7 @@ class _Compiler:
         open = more is not False or bool(patterns)
         if (properties and (most is not None or fewest > len(required))) or (not properties and fewest > 1 and open):
             which = "minProperties" if most is None else "maxProperties"
-            self._unsupported(f"{at}/{which}", "it is served for objects whose properties have no names of their own")
+            self._unsupported(f"{at}/{which}", "it is supported for objects without named properties only")
         extra = self._extra(properties, patterns, more, names, at, inside) if open else made.nothing
         if not properties:
             if extra is made.nothing or most == 0:

@@ -1,4 +1,4 @@
-"""How far a drafter's scores are to be trusted against the noise of sampling: learnt from what verification reveals.
+"""How far a drafter's scores are to be trusted against the noise of sampling: learned from what verification reveals.
 
 Draft and target share their noise, so the best guess of `argmax(log p / T + noise)` would be `argmax(log q / T +
 noise)` if q were p. Where the target is sharper than its drafter says, the noise misleads. Then a sharpness c above 1
@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 SHARPNESS = (1.0, 1.5, 2.0, 3.0, math.inf)  # candidates for c; the last one leaves the noise out
 MOST = 1000.0  # stands for infinity in a file
-MEMORY = 4096.0  # verified positions of a depth after which what was learnt has faded to 1 / e
+MEMORY = 4096.0  # verified positions of a depth after which what was learned has faded to 1 / e
 PRIOR = 16.0  # verified positions that a stored sharpness counts as
 STIFF = (4.0, 0.0, 4.0)  # information on a and b that there is before any token was judged
 LEAST, MOST_LOGIT = 0.05, 12.0  # of b; and of all logits, in size
@@ -40,7 +40,7 @@ class Lessons(struct.PyTreeNode):
     A place is a context that the drafter looked at: the anchor, or a node that it went on from.
 
     Attributes:
-        trials: what each sharpness would have proposed after each place; None where none is learnt.
+        trials: what each sharpness would have proposed after each place; None where none is learned.
         tokens: the likeliest tokens after each place, the best first; of a tree.
         logits: of the drafter's probability of each of them to be right.
         places: place of each block position, -1 for a node that the drafter did not go on from, or has nothing to
@@ -73,7 +73,7 @@ class Calibration(struct.PyTreeNode):
         hits: verified positions at which each candidate would have been right, fading.
         weights: a and b of each depth.
         information: on them, fading: the Hessian of the regression, aa, ab and bb.
-        frozen: whether nothing more is learnt.
+        frozen: whether nothing more is learned.
     """
 
     hits: Float[Array, "D C"]
@@ -131,7 +131,7 @@ class Calibration(struct.PyTreeNode):
     def _regressed(
         self, logits: Float[Array, "B P R"], right: Bool[Array, "B P R"], judged: Bool[Array, "G B P"]
     ) -> "Calibration":
-        """A Newton step towards the a and b of the first depths that make these outcomes likeliest."""
+        """A Newton step toward the a and b of the first depths that make these outcomes likeliest."""
         depth, summed = logits.shape[1], partial(jnp.sum, axis=(1, 3))
         a, b = (self.weights[:, None, :depth, None, i] for i in range(2))
         counts, p = judged[..., None], jax.nn.sigmoid(a + b * logits[None])

@@ -44,7 +44,7 @@ class Choice(struct.PyTreeNode):
         known: tokens of the history that count; the next one has this position.
         noise: by depth: of position `known + d`. All nodes of a tree at one depth share it.
         decodable: which tokens may be chosen; None is all.
-        plain: whether the best penalised score is taken, without temperature, filters and noise.
+        plain: whether the best penalized score is taken, without temperature, filters and noise.
         nodes: of the tree that a drafter is to propose; 0 is a chain.
         scored: whether a chain needs scores, too.
         sharpness: which of `calibration.SHARPNESS` to use at each depth; None does without.
@@ -304,7 +304,7 @@ class Choice(struct.PyTreeNode):
         """The same for a drafter.
 
         "coupled" adds the target's noise to the draft scores, so that draft and target tend to pick the
-        same token at any temperature; "calibrated" sharpens the scores first, by what was learnt; "argmax" adds no
+        same token at any temperature; "calibrated" sharpens the scores first, by what was learned; "argmax" adds no
         noise; "independent" adds noise of its own.
         """
         drafting = self.replace(reliability=calibration.weights)

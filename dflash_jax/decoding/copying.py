@@ -167,7 +167,7 @@ def chain(choice: Choice, copied: Copies) -> Proposal:
 
 
 def _scores(choice: Choice, copied: Copies) -> Float[Array, "B K D"]:
-    """Log-probability of each token to be right if those before it are, by what was learnt of copies."""
+    """Log-probability of each token to be right if those before it are, by what was learned of copies."""
     logits = copied.logits()
     learnt = reliable(choice, logits.swapaxes(1, 2), slice(logits.shape[2])).swapaxes(1, 2)
     return jax.nn.log_sigmoid(jnp.where(jnp.abs(logits) < MOST_LOGIT, learnt, logits))
@@ -227,7 +227,7 @@ def _places(proposal: Proposal) -> Int[Array, "B D"]:
 
 def either(proposal: Proposal, copied: Copies, take: Bool[Array, " B"]) -> Proposal:
     """The chain of a drafter or the best copy: of each row what promises more tokens, or the copy if it is to be taken;
-    nothing is learnt of the drafter there."""
+    nothing is learned of the drafter there."""
     copy, lessons, scores = jax.nn.log_sigmoid(copied.logits()[:, 0]), proposal.lessons, proposal.scores
     promised = lambda scores: jnp.sum(jnp.exp(jnp.cumsum(scores, axis=1)), axis=1)
     if scores is not None:

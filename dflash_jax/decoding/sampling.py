@@ -119,7 +119,7 @@ def top_k(scores: Float[Array, "B T V"], count: int) -> tuple[Float[Array, "B T 
 
 
 def first_argmax(scores: Float[Array, "B T V"]) -> Int[Array, "B T"]:
-    """The lowest index of the largest score; two plain reductions, which vectorise where argmax does not."""
+    """The lowest index of the largest score; two plain reductions, which vectorize where argmax does not."""
     index = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, None]
     best = jnp.max(scores, axis=-1, keepdims=True)
     # A row of NaN equals nothing; the clamp keeps its token inside the vocabulary.

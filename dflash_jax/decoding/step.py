@@ -228,7 +228,7 @@ def make_propose(
 
 
 def nothing(state: State, choice: Choice) -> Proposal:
-    """Proposes no nodes: the step commits one token, as plain decoding does."""
+    """Proposes no nodes: the step commits one token, as autoregressive decoding does."""
     return Proposal(jnp.zeros((state.anchor.shape[0], 0), jnp.int32))
 
 

@@ -214,7 +214,7 @@ def _mask_token(raw: Raw, get: Lookup, vocab_size: int) -> int:
     if mask is None and isinstance(text, str):
         raise ValueError(
             f"the drafter's mask token is given as text, {text!r:.80}, and which token that is only its target's "
-            "tokenizer says; load the two together, or say --drafter-config '{\"mask_token_id\": N}'"
+            "tokenizer says; load the two together, or pass --drafter-config '{\"mask_token_id\": N}'"
         )
     if not isinstance(mask, int) or isinstance(mask, bool) or not 0 <= mask < vocab_size:
         raise ValueError(f"mask_token_id must be a token below vocab_size {vocab_size}, got {mask!r}")
@@ -279,7 +279,7 @@ def _missing_taps(num_target_layers: int | None, num_draft_layers: int) -> tuple
     raise ValueError(
         "config.json must give target_layer_ids, the target's layers that the drafter taps. They are chosen in "
         "training, and the reference's formula is wrong for 14 of 20 published drafters (z-lab/dflash#156). If this "
-        f"one follows the formula, say --drafter-config '{{\"target_layer_ids\": {formula}}}'"
+        f"one follows the formula, pass --drafter-config '{{\"target_layer_ids\": {formula}}}'"
         + ("" if known_depth else " with its values for the target's depth, which is not known here")
     )
 

@@ -131,8 +131,8 @@ class DFlash2Settings(Settings):
 
     Attributes:
         conv_group_size: channels of a convolution that share their dynamic coefficients.
-        selector_rank: width of the selector.
-        selector_top_k: tokens of a slot that it chooses among.
+        selector_rank: rank of the selector.
+        selector_top_k: candidate tokens per position for the selector.
     """
 
     conv_group_size: int = 16

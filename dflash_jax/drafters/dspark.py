@@ -217,8 +217,9 @@ class DSparkSettings(Settings):
     """Hyper-parameters of a new DSpark drafter.
 
     Attributes:
-        markov_rank: width of the Markov head.
-        markov_head_type: what it looks at: the token before alone, the slot's state, too, or all before.
+        markov_rank: rank of the Markov head.
+        markov_head_type: input of the Markov head: vanilla reads the previous token, gated also the hidden state, rnn
+            all previous tokens.
     """
 
     markov_rank: int = 256

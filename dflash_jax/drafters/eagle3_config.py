@@ -81,7 +81,7 @@ def read(raw: Raw) -> Eagle3Config:
     flags: dict[str, Any] = {name: bool(flag(get, name)) for name in ("norm_before_residual", "norm_before_fc")}
     flags |= {"fc_norm": bool(flag(get, "fc_norm", "use_aux_norm")), "norm_output": bool(flag(get, "norm_output"))}
     if flags["norm_before_fc"] and flags["fc_norm"]:
-        raise ValueError("config.json: norm_before_fc and fc_norm exclude each other")
+        raise ValueError("config.json: norm_before_fc and fc_norm cannot be combined")
     types = (qwen3_layer_types if model == "qwen3" else layer_types)(raw, 1)
     window = require(raw, "sliding_window") if types == ["sliding_attention"] else None
     norm = require(raw, "rms_norm_eps", float) if model == "qwen3" else None

@@ -79,7 +79,7 @@ def unnested(raw: Raw) -> Raw:
         off = json.dumps(dict.fromkeys(parts))
         raise ValueError(
             f"config.json wraps the drafter in text_config beside {', '.join(parts)}, and a drafter has no such parts; "
-            f"if these are its target's, say --drafter-config '{off}'"
+            f"if these are its target's, pass --drafter-config '{off}'"
         )
     # The model type inside is that of the layers; outside it is the wrapper's.
     named = {"model_type": inside["model_type"]} if inside.get("model_type") is not None else {}
@@ -113,5 +113,5 @@ def whole_rotary(raw: Raw) -> Raw:
     raise ValueError(
         f"config.json: {given} is read in two ways. transformers' Qwen3 and Llama, with which drafters are trained, "
         "ignore it and rotate whole heads (DeepSpec#71, speculators#613); SGLang 0.5.23 and vLLM rotate that part of a "
-        f"head. A part is not supported; if whole heads are meant, say --drafter-config '{json.dumps(whole)}'"
+        f"head. A part is not supported; if whole heads are meant, pass --drafter-config '{json.dumps(whole)}'"
     )

@@ -35,7 +35,7 @@ OTHER_CLASSES = {
     "MiMo": "MiMo's sinks and scaled values",
     "MiniMax": "the attention and norms of MiniMax-M3",
     "Laguna": "Laguna's gates and norms of features",
-    "Nemotron": "Nemotron's quantised layers",
+    "Nemotron": "Nemotron's quantized layers",
     "Gemma": "Gemma layers",
     "Lfm2": "interleaved rotary embedding",
     "Deepseek": "layers of DeepSeek",

@@ -1,7 +1,7 @@
 """LiLiCorr: a DFlash drafter that chooses a path through the best tokens of all slots (arXiv 2608.20530).
 
 The best tokens of the slots are the candidates of a lattice. A small transformer sees all of them, and gives each a
-vector for what follows it and one for what it follows. How well two candidates of neighbouring slots go together is the
+vector for what follows it and one for what it follows. How well two candidates of neighboring slots go together is the
 cosine of these two. What the first slot follows is the anchor, known by the features of the position before it. A chain
 takes the best candidate of one slot after another. References: SGLang 0.5.23, `models/lilicorr.py`; for training,
 NVIDIA ModelOpt, `plugins/hf_lilicorr.py`.
@@ -198,14 +198,14 @@ class LiLiCorrSettings(Settings):
     """Hyper-parameters of a new LiLiCorr drafter.
 
     Attributes:
-        lilicorr_candidate_topk: candidates of a slot.
-        lilicorr_hidden_size: width of what scores them; at most the drafter's own.
-        lilicorr_num_layers: layers of what scores them.
-        lilicorr_num_heads: heads of what scores them.
-        lilicorr_mlp_ratio: width of its MLPs, by its own.
-        lilicorr_factor_dim: width of the vectors whose cosines are taken; at most the drafter's own.
-        lilicorr_logit_scale: what cosines are multiplied by, to be logits.
-        conv_kernel_size: slots that a convolution of its layers reads; 0 has none.
+        lilicorr_candidate_topk: candidate tokens per position.
+        lilicorr_hidden_size: hidden size of the transformer that scores candidates; at most the drafter's.
+        lilicorr_num_layers: layers of that transformer.
+        lilicorr_num_heads: attention heads of that transformer.
+        lilicorr_mlp_ratio: width of its MLPs, as a multiple of its hidden size.
+        lilicorr_factor_dim: dimension of the vectors whose cosine similarity scores pairs; at most the drafter's.
+        lilicorr_logit_scale: scale of these cosines as logits.
+        conv_kernel_size: positions that a convolution in the drafter's layers reads; 0 has no convolutions.
         conv_group_size: channels of a convolution that share their dynamic coefficients.
     """
 

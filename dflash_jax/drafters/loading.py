@@ -35,8 +35,8 @@ def load_drafter(
     """Loads a drafter of any kind from a local directory or a hub id; see `load_target` for the arguments.
 
     Args:
-        num_target_layers: depth of the target. The official EAGLE-3 drafters do not say which layers they tap; it
-            follows from this.
+        num_target_layers: number of layers of the target. The official EAGLE-3 drafters do not say which layers they
+            tap; it follows from this.
         target: the target's directory. Some drafters have their mask token as text only; its tokenizer knows the id.
         overrides: fields of `config.json` to replace, by name.
         quantize: as of `load_target`, with the keys "drafter", of its layers, and "head", if it has its own. What fuses
@@ -70,14 +70,14 @@ def drafter_named(name: str, **how: Any) -> DraftModel:
     ("ngram"), both ("ngram+CHECKPOINT"), or an object of a module ("module:Name").
 
     Raises:
-        ValueError: as `load_drafter`; for n-grams alone a field to replace that is not `block_size`, or quantisation.
+        ValueError: as `load_drafter`; for n-grams alone a field to replace that is not `block_size`, or quantization.
     """
     if names_object(name):
         return function.imported(name)
     ngrams, source = ngram.named(name)
     if source is None:
         if "drafter" in parse_quantize(how.get("quantize")):
-            raise ValueError("n-grams have no weights to quantise; leave drafter=... out")
+            raise ValueError("n-grams have no weights to quantize; leave drafter=... out of --quantize")
         given = dict(how.get("overrides") or {})
         size = given.pop("block_size", ngram.NgramConfig().block_size)
         if given or not isinstance(size, int) or size < 1:

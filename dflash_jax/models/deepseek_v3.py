@@ -81,7 +81,7 @@ class DeepseekV3Config(TargetConfig):
         unit = self.storage.unit_of(*outside, *(f"{last}.mlp.shared_experts.{x}_proj" for x in ("gate", "up", "down")))
         for what, size in (("a shared inner width", self.shared_inner), ("a hidden size", self.hidden_size)):
             if layout.shards > 1 and size % (layout.shards * unit):
-                return f"{what} of {size}" + (f" in quantised blocks of {unit}" if unit > 1 else "")
+                return f"{what} of {size}" + (f" in quantized blocks of {unit}" if unit > 1 else "")
         return None
 
 

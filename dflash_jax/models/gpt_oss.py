@@ -102,7 +102,7 @@ def _blocks(name: str, shape: tuple[int, int, int]) -> tuple[Merged, Stored]:
     """The bytes of a weight, two numbers each, and the exponents of its groups of 32."""
     *outer, width = shape
     if width % GROUP:
-        raise ValueError(f"{name}: MXFP4 has groups of {GROUP} inputs, and {width} are no multiple")
+        raise ValueError(f"{name}: MXFP4 has groups of {GROUP} inputs, and {width} is not a multiple of it")
     values = Merged(f"{name}_blocks", (*outer, width // 2), GROUP // 2, ("U8",))
     return values, Stored(f"{name}_scales", (*outer, width // GROUP), ("U8",))
 

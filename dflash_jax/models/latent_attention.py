@@ -99,7 +99,7 @@ class LatentAttentionConfig:
             return f"{self.num_heads} heads"
         for size in (self.head_dim, self.up_dim, self.v_head_dim):
             if layout.shards > 1 and self.num_heads * size % (layout.shards * block):
-                return f"{self.num_heads * size} outputs in quantised blocks of {block}"
+                return f"{self.num_heads * size} outputs in quantized blocks of {block}"
         return None
 
 

@@ -46,7 +46,7 @@ class Linear(nn.Module):
 def parameter(
     module: nn.Module, name: str, shape: tuple[int, ...], *, gather: bool = True
 ) -> Float[Array, "..."] | Quantised:
-    """The parameter of this shape, which may be quantised where one is given, gathered for its use unless that comes
+    """The parameter of this shape, which may be quantized where one is given, gathered for its use unless that comes
     later."""
     path, found = "/".join((*module.path, name)), None
     if module.has_variable("params", name):

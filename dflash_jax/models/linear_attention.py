@@ -72,7 +72,7 @@ class LinearAttentionConfig:
         if self.num_key_heads % layout.shards:
             return f"{self.num_key_heads} key heads of linear attention"
         if layout.shards > 1 and self.value_size % (layout.shards * block):
-            return f"{self.value_size} outputs in quantised blocks of {block}"
+            return f"{self.value_size} outputs in quantized blocks of {block}"
         return None
 
 

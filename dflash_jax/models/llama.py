@@ -46,7 +46,7 @@ def head_dim(raw: Raw) -> int:
         return require(raw, "head_dim")
     heads, width = require(raw, "num_attention_heads"), require(raw, "hidden_size")
     if width % heads:
-        raise ValueError(f"config.json must give head_dim: hidden_size {width} is no multiple of {heads} heads")
+        raise ValueError(f"config.json must give head_dim: hidden_size {width} is not a multiple of {heads} heads")
     return width // heads
 
 

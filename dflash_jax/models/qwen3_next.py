@@ -199,7 +199,7 @@ def tensors(config: Qwen3NextConfig, layout: Layout = WHOLE) -> Table:
 def _linear_attention(
     prefix: str, width: int, c: LinearAttentionConfig, layout: Layout, config: Qwen3NextConfig
 ) -> Table:
-    """Queries, keys, values, gates, betas and decays as one weight. Quantised ones are dequantised as they are read,
+    """Queries, keys, values, gates, betas and decays as one weight. Quantized ones are dequantized as they are read,
     for betas and decays are plain."""
     formats = config.storage.of
     stored = lambda name, size: source(Outputs(f"{prefix}.in_proj_{name}", size), width, formats)

@@ -65,7 +65,7 @@ def ignored(config: TargetConfig) -> tuple[str, ...]:
 
 
 def unread_scales(config: DecoderConfig) -> tuple[str, ...]:
-    """Patterns of the names of scales of activations, and of keys and values in a cache, which are not quantised."""
+    """Patterns of the names of scales of activations, and of keys and values in a cache, which are not quantized."""
     names = ("input", "activation", "output", "q", "k", "v", "kv")
     kinds = ("scale", "zero_point")
     return tuple(f"*.{name}_{kind}" for name in names for kind in kinds) if config.storage.rules else ()

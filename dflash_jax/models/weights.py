@@ -1,4 +1,4 @@
-"""Weights of products as checkpoints store them: plain, or quantised and then kept so."""
+"""Weights of products as checkpoints store them: plain, or quantized and then kept so."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -63,8 +63,8 @@ def linear(
         width: inputs.
         shards: see `fused`.
         formats: how the layers of these names are stored. They stay so if all are stored alike; else they are
-            dequantised as they are read.
-        product: whether a plain one may be quantised as it is loaded.
+            dequantized as they are read.
+        product: whether a plain one may be quantized as it is loaded.
     """
     if (parts := _quantised(layers, width, shards, formats)) is None:
         found = fused([layer.section(source(layer, width, formats)) for layer in layers], shards)
@@ -77,7 +77,7 @@ def linear(
 def linears(
     each: Sequence[Sequence[Outputs]], width: int, shards: int = 1, *, formats: Formats = plain
 ) -> Leaf | QuantisedLeaf:
-    """`linear` weights along a new first axis, as of experts. They stay quantised if all are stored alike."""
+    """`linear` weights along a new first axis, as of experts. They stay quantized if all are stored alike."""
     found = [_quantised(layers, width, shards, formats) for layers in each]
     first = found[0]
     alike = [parts for parts in found if first is not None and parts is not None and parts[1:] == first[1:]]
@@ -107,7 +107,7 @@ class _Parts(NamedTuple):
 
 
 def _quantised(layers: Sequence[Outputs], width: int, shards: int, formats: Formats) -> _Parts | None:
-    """The arrays of a weight that stays quantised; None if its layers are plain or stored in different ways."""
+    """The arrays of a weight that stays quantized; None if its layers are plain or stored in different ways."""
     found = {formats(layer.name) for layer in layers}
     # One scale for a weight becomes one for each output.
     alike = {None if form is None else replace(form, single=False) for form in found}

@@ -1,6 +1,6 @@
 """How the weights of a checkpoint are stored: what a `quantization_config` says of every module.
 
-Weights are multiplied as they are stored, and activations are not quantised, whatever a checkpoint says of them.
+Weights are multiplied as they are stored, and activations are not quantized, whatever a checkpoint says of them.
 """
 
 import re
@@ -43,7 +43,7 @@ class Storage:
     Attributes:
         rules: patterns of modules' names, as regular expressions of all of a name, and their formats; None is plain.
             The first one that fits counts; what none fits is plain.
-        method: of the quantisation, as checkpoints call it; empty if there is none.
+        method: of the quantization, as checkpoints call it; empty if there is none.
     """
 
     rules: tuple[tuple[str, Format | None], ...] = ()
@@ -110,10 +110,10 @@ def storage(given: object) -> Storage:
                 "rotations"
             )
     if not isinstance(method, str) or method not in METHODS:
-        what = "an unknown quantisation" if method is None else f"the quantisation {method!r:.60}"
+        what = "an unknown quantization" if method is None else f"the quantization {method!r:.60}"
         raise ValueError(
-            f"config.json: quantization_config asks for {what}; load the checkpoint that is not quantised (--quantize "
-            f"makes 8 bits of it), or one in {', '.join(METHODS)}"
+            f"config.json: quantization_config asks for {what}; load the checkpoint that is not quantized (--quantize "
+            f"quantizes it while loading), or one in {', '.join(METHODS)}"
         )
     rules = tuple(METHODS[method](given))
     for pattern, _ in rules:
@@ -121,7 +121,7 @@ def storage(given: object) -> Storage:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(
-                f"config.json: quantization_config must name modules, or patterns of names; {pattern!r:.200} is no "
+                f"config.json: quantization_config must name modules, or patterns of names; {pattern!r:.200} is not a "
                 f"regular expression: {error}"
             ) from error
     return Storage(rules, method)

@@ -7,8 +7,9 @@ from dflash_jax.storage.fields import Fields, named, size_of, strings
 from dflash_jax.storage.format import NVFP4_GROUP, Format, Rules
 
 SERVED = (
-    "it serves float-quantized (FP8 with scales of tensors, channels or blocks of 128 x 128), int-quantized (8 bits, "
-    "tensors or channels, symmetric), pack-quantized (4 bits, groups or channels), nvfp4- and mxfp4-pack-quantized"
+    "supported are float-quantized (FP8 with scales of tensors, channels or blocks of 128 x 128), int-quantized (8 "
+    "bits, tensors or channels, symmetric), pack-quantized (4 bits, groups or channels), nvfp4- and "
+    "mxfp4-pack-quantized"
 )
 
 
@@ -37,7 +38,7 @@ def compressed_tensors(given: Fields) -> Rules:
 def _scheme(scheme: object, form: object) -> Format:
     """The format of weights by what compressed-tensors says of them."""
     if not isinstance(scheme, Mapping):
-        raise ValueError(f"config.json: the weights of a quantisation group must be an object, got {scheme!r:.200}")
+        raise ValueError(f"config.json: the weights of a quantization group must be an object, got {scheme!r:.200}")
     bits, kind, strategy = (scheme.get(name) for name in ("num_bits", "type", "strategy"))
     symmetric, order, group = scheme.get("symmetric", True), scheme.get("actorder"), scheme.get("group_size")
     if kind == "float" and bits == 8 and form in ("float-quantized", "naive-quantized", None) and symmetric:

@@ -31,7 +31,7 @@ def _algorithm(name: object) -> Format:
     known |= {"NVFP4": nvfp4, "W4A16_NVFP4": nvfp4}
     if not isinstance(name, str) or name not in known:
         raise ValueError(
-            f"config.json: ModelOpt's quantisation {name!r:.60} is not supported; it serves {', '.join(known)}, and "
-            "MIXED_PRECISION of these"
+            f"config.json: quantization {name!r:.60} of ModelOpt is not supported; supported are {', '.join(known)}, "
+            "and MIXED_PRECISION of these"
         )
     return known[name]

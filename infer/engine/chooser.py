@@ -182,7 +182,7 @@ class Trees:
             expected: what the tree's best nodes, so many of them, promised in one step on average.
         """
         keep = math.exp(-steps / BATCH_MEMORY)
-        if nodes != self._nodes:  # what was learnt of another tree, as if of this one
+        if nodes != self._nodes:  # what was learned of another tree, as if of this one
             longest = self._chains.longest
             own = longest * chains.own / chains.longest
             self._tokens = self.tokens(nodes, Chains(own, longest)) if longest else 0.0
@@ -333,7 +333,7 @@ class Chooser(Generic[Name]):
         return other
 
     def _to_try(self, best: Name, speed: Mapping[Name, float]) -> Name:
-        """The candidate to try: the next best and plain decoding in turns, or the least speculation there is."""
+        """The candidate to try: the next best and no speculation in turns, or the least speculation there is."""
         if self.candidates[best].proposed == 0:
             least = lambda name: (self.candidates[name].proposed, self.candidates[name].nodes)
             return min((name for name in speed if self.candidates[name].proposed), key=least, default=best)

@@ -120,7 +120,7 @@ class Constraints:
             return
         name = _name(params.constraint)
         if params.ignore_eos:
-            raise invalid(f"{name} and ignore_eos exclude each other: a constraint says where the answer ends", name)
+            raise invalid(f"{name} and ignore_eos cannot be combined: a constraint says where the answer ends", name)
         if not params.eos_token_ids:
             raise invalid(
                 f"{name} needs eos_token_ids, the tokens that end an answer where the constraint allows it", name
@@ -170,7 +170,7 @@ class Constraints:
         words = np.ascontiguousarray(np.pad(bits, ((0, 0), (0, -bits.shape[1] % 4)))).view("<u4")
         room = len(self._host.cells), len(self._host.masks) - 1, MOST_CLASSES
         if any(x > y for x, y in zip((found.next.size, len(words), found.next.shape[1]), room, strict=True)):
-            raise ConstraintError(NO_ROOM, "the constraint takes too much room; make it smaller")
+            raise ConstraintError(NO_ROOM, "the constraint takes too much memory; make it smaller")
         return Ready(key, found, words, mask_of.reshape(-1))
 
     def _prepared(self, constraint: Constraint, ends: Sequence[int]) -> TokenAutomaton:

@@ -124,7 +124,7 @@ class Drafts:
 
     def measured(self, seconds: Mapping[tuple[Draft, int], float]) -> None:
         """Makes a chooser for each number of rows, given the seconds of a step of each program; programs that were not
-        measured are not chosen. What was learnt of requests stays."""
+        measured are not chosen. What was learned of requests stays."""
         before = dict(self.choosers)
         known = [chooser.estimates for chooser in before.values()]
         estimates = known[0] if known else Estimates(max(map(self._depth, self.choices)))
@@ -144,7 +144,7 @@ class Drafts:
             )
 
     def forget(self) -> None:
-        """Forgets what was learnt of requests; measured times stay."""
+        """Forgets what was learned of requests; measured times stay."""
         estimates = Estimates(max(map(self._depth, self.choices)))
         for chooser in (*self.choosers.values(), *self._limited.values()):
             chooser.estimates = estimates

@@ -2,7 +2,7 @@
 
 A fixed batch of slots decodes on the device for several steps per visit; whenever a row finishes, the next request
 takes its slot, and its prompt is read in chunks between the visits. What a request gets back does not depend on
-its neighbours.
+its neighbors.
 """
 
 import contextlib
@@ -330,12 +330,12 @@ class Engine:
     ) -> int:
         """Puts other weights of the same shapes, dtypes and configuration in use, without compiling anything.
 
-        What was kept of prompts is dropped, and what was learnt of proposals begins again.
+        What was kept of prompts is dropped, and what was learned of proposals begins again.
 
         Args:
             target, drafter: a loaded model, or its parameters alone, where no mesh splits heads or experts; None stays.
-                They may lie on other devices, and may be plain where those in use were quantised as they were loaded:
-                they are then quantised in the same way.
+                They may lie on other devices, and may be plain where those in use were quantized as they were loaded:
+                they are then quantized in the same way.
             when: "idle" lets requests in progress end first; until then no other begins. "now" reads what these have
                 got so far again, with the new weights, and they go on with those.
             check: whether numbers that are infinite or NaN are refused.
@@ -389,12 +389,12 @@ class Engine:
         """Raises RequestError for settings that this engine cannot serve; does not prepare a constraint."""
         request.check(self.target.config.vocab_size, self.max_length)
         if (most := request.max_block_size) is not None and not self.drafts.serves(most):
-            raise invalid(f"steps of block size {most} or less are not served: the engine was made with plain=False")
+            raise invalid(f"blocks of {most} or less are not available: the engine was made with plain=False")
         served, asked = self.config.logprobs, request.params.logprobs
         if asked is not None and asked not in range(0 if served is None else served + 1):
-            raise invalid(f"logprobs {asked} is not served: the engine was made with logprobs={served}")
+            raise invalid(f"logprobs {asked} is not available: the engine was made with logprobs={served}")
         if self.constraints is not None:
             self.constraints.check_settings(request.params)
         elif (constraint := request.params.constraint) is not None:
             name = constraint.name or "constraint"
-            raise invalid(f"{name} is not served: the engine was made with constraints=False", name)
+            raise invalid(f"{name} is not available: the engine was made with constraints=False", name)

@@ -26,7 +26,7 @@ class SamplingParams:
     """Settings of one request. None of them is changed by speculation.
 
     Attributes:
-        max_new_tokens: at most this many are generated, fewer if the engine's `max_length` is reached.
+        max_new_tokens: maximum number of generated tokens; fewer if the engine's `max_length` is reached.
         temperature: divides the logits; 0 is greedy.
         top_k: keeps the k likeliest tokens; 0 keeps all.
         top_p: of those, keeps the smallest set whose probability reaches top_p; 1 keeps all.
@@ -34,15 +34,15 @@ class SamplingParams:
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or answer; 1 is none.
         presence_penalty, frequency_penalty: subtracted from the logits of tokens in the answer, once, or once per
             occurrence; 0 is none.
-        seed: of this request; None derives its noise from the engine's seed and the request's id.
+        seed: random seed of this request; None derives one from the engine's seed and the request's id.
         logprobs: how many of the likeliest tokens to return the log-probabilities of, besides the chosen one's, at
             most the engine's `logprobs`; None returns none.
         stop_token_ids: tokens that end the answer; the one that does is its last token.
         eos_token_ids: the model's own end tokens, which end the answer, too, if `ignore_eos` is false. None are set by
             default: pass `target.config.eos_token_ids`. Both together may be 16.
         ignore_eos: go on after the model's own end tokens.
-        min_tokens: of the first so many tokens none is a stop token or completes a stop string: the model chooses among
-            the others. Where a constraint allows nothing but an end, the answer ends.
+        min_tokens: minimum number of tokens before a stop token or stop string may end the answer: until then the model
+            chooses among the other tokens. Where a constraint allows nothing but an end, the answer ends.
         constraint: what the answer must look like (see `dflash_jax.constraints`); needs an engine with
             `EngineConfig(constraints=True)`, and `eos_token_ids`. None is anything.
 
@@ -80,7 +80,7 @@ class SamplingParams:
         check_penalties(self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         if len(self.ends) > STOP_WIDTH:
             raise ValueError(
-                f"stop_token_ids and the model's end tokens may be {STOP_WIDTH} together, got {len(self.ends)}"
+                f"stop_token_ids and the model's end tokens may be at most {STOP_WIDTH} together, got {len(self.ends)}"
             )
         if not 0 <= self.min_tokens <= self.max_new_tokens:
             raise ValueError(

@@ -127,5 +127,5 @@ def prefill(
 
 @partial(jax.jit, donate_argnames="state")
 def release(state: State, row: Int[Array, ""]) -> State:
-    """Ends a row from the host, at a stop string or a cancelled request."""
+    """Ends a row from the host, at a stop string or a canceled request."""
     return pin(state.replace(remaining=state.remaining.at[row].set(0)))

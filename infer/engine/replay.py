@@ -1,5 +1,5 @@
-"""The losslessness checker: replays committed tokens through the target and measures how far each is
-from the target's own choice. It tells numerics (a tiny gap) from logic (a large one), in any dtype.
+"""The losslessness check: runs the tokens of an answer through the target and measures how far each is from the
+target's own choice. It tells rounding (a tiny gap) from an error (a large one), in any dtype.
 """
 
 from collections.abc import Sequence
@@ -28,9 +28,9 @@ class Replay(NamedTuple):
     """How a generation compares with the target's choices.
 
     Attributes:
-        worst_gap: largest amount by which a committed token's score stayed below the best score at its
-            position; 0 if every token is the target's choice. Scores are logits (greedy) or filtered
-            log-probabilities over temperature plus noise. Infinite for a token outside top-k or top-p, a stop token
+        worst_gap: largest amount by which the score of a token stayed below the best score at its position; 0 if every
+            token is the target's choice. Scores are logits (greedy) or filtered log-probabilities over temperature plus
+            Gumbel noise. Infinite for a token outside top-k or top-p, a stop token
             before `min_tokens`, and one that the constraint does not allow.
         worst_index: where, counted in generated tokens.
         mismatches: tokens that are not the target's choice in this replay.

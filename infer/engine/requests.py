@@ -36,8 +36,8 @@ class Request:
     Attributes:
         prompt_token_ids: at least one token.
         params: how its tokens are chosen.
-        sample: number of this answer, where a prompt is answered more than once; each has noise of its own.
-        id: any string; it decides the noise of a request without a seed.
+        sample: number of this answer, where a prompt is answered more than once; each has its own random numbers.
+        id: any string; used to derive the seed of a request without one.
         find_stop: for stop strings. Called on the host as `find_stop(tokens, new)`, where the last `new` of `tokens`
             have just come; returns how many tokens to keep if the answer ends there, or None to go on.
         max_block_size: largest block size of its steps, which changes the speed, and in float32 never the tokens; 1 is
@@ -81,17 +81,17 @@ class Completion:
 
     Attributes:
         token_ids: generated tokens, the stop token included.
-        finish_reason: "stop" at a stop token or stop string, "length" at the budget; "" in progress.
+        finish_reason: "stop" at a stop token or stop string, "length" at the maximum length; "" in progress.
         logprobs, top_logprobs: of each generated token, if asked for: its log-probability, and (token, log-probability)
             of the likeliest ones in order. They are the target's own, before penalties, temperature and filters;
-            other rows in the batch may change their last digits.
+            other sequences in the batch may change their last digits.
         sampled_logprobs: of each generated token in the distribution that it was sampled from, after penalties,
             temperature and filters, if the engine serves them (`EngineConfig.sampled_logprobs`); of greedy answers 0.
         sampled_top_logprobs: of each generated token, the likeliest tokens in that distribution, like `top_logprobs`;
             tokens that it cannot pick are not among them.
-        acceptance_lengths: tokens committed by each speculative step. The first token comes from the
-            prefill and belongs to no step.
-        proposed_tokens: that the drafter proposed in these steps: nodes of its trees, or of its chains.
+        acceptance_lengths: tokens that each step with speculation added. The first token comes from the prefill and
+            belongs to no step.
+        proposed_tokens: number of draft tokens in these steps: nodes of trees, or of chains.
         draft: of its last steps, and how many tokens each of them proposed; None before the first.
         features: of prompt and answer but for its last token, [positions, FD], if they are kept
             (`EngineConfig.keep_features`): outputs of the layers that the drafter taps, side by side.

@@ -104,7 +104,9 @@ def rollouts(
     if samples < 1:
         raise ValueError(f"samples must be at least 1, got {samples}")
     if params is not None and params.seed is not None:
-        raise ValueError("params.seed would give all prompts and steps the same noise; give the engine a seed")
+        raise ValueError(
+            "params.seed would give all prompts and steps the same random numbers; set the seed of the engine"
+        )
     params = params or SamplingParams(temperature=1.0, eos_token_ids=engine.target.config.eos_token_ids)
     most_allowed = params.top_k if allowed else 0
     if allowed and not 0 < most_allowed <= (engine.config.logprobs or 0):

@@ -263,7 +263,7 @@ class Slots:
             self.prefixes.found.pop(slot, None)
 
     def renew(self, target: Target, drafter: DraftModel | None) -> None:
-        """Goes on with other models, like those so far: what was kept of prompts, and learnt of proposals, is
+        """Goes on with other models, like those so far: what was kept of prompts, and learned of proposals, is
         forgotten. All rows must be idle."""
         self.calls.target, self._drafts.drafter = target, drafter
         self.prefixes.forget()

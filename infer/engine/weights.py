@@ -73,7 +73,7 @@ class Weights:
         return self._given
 
     def read(self, target: Named | None, drafter: Named | None) -> tuple[Target | None, Drafter | None]:
-        """Models from tensors with the names of a checkpoint, placed and quantised like those in use."""
+        """Models from tensors with the names of a checkpoint, placed and quantized like those in use."""
         target_of: Target | None = None
         drafter_of: Drafter | None = None
         if target is not None:
@@ -184,7 +184,7 @@ def _described(leaf: Weight) -> str:
 
 def _fits(old: Weight, new: Weight) -> bool:
     alike = lambda x: [(jnp.shape(leaf), leaf.dtype) for leaf in jax.tree.leaves(x)]
-    if isinstance(old, Quantised) and not isinstance(new, Quantised):  # to be quantised
+    if isinstance(old, Quantised) and not isinstance(new, Quantised):  # to be quantized
         return _how(old) is not None and old.shape == new.shape and new.dtype == old.dtype
     return jax.tree.structure(old) == jax.tree.structure(new) and alike(old) == alike(new)
 
@@ -202,7 +202,7 @@ def _how(weight: Quantised) -> str | None:
 
 
 def _placed(path: str, old: Weight, new: Weight, donate: bool) -> Weight:
-    """The new weight where the old one lies, quantised as it is."""
+    """The new weight where the old one lies, quantized as it is."""
     where = jax.tree.map(lambda x: x.sharding, old)
     if isinstance(old, Quantised) and not isinstance(new, Quantised):
         how = _how(old)

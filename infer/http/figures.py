@@ -48,7 +48,7 @@ class Figures:
         self._busy = gauge("dflash_slots_busy", "Slots in use")
         self._waiting = gauge("dflash_requests_waiting", "Requests without a slot")
         gauge("dflash_slots", "Slots").set(engine.slots)
-        self._free = gauge("dflash_cache_tokens_free", "Tokens that rows which share pages have room for")
+        self._free = gauge("dflash_cache_tokens_free", "Free tokens of the paged KV cache")
         self._queued = seconds("dflash_queue_time_seconds", "From a request to its slot")
         self._first = seconds("dflash_time_to_first_token_seconds", "From a request to its first token")
         self._whole = seconds("dflash_e2e_request_latency_seconds", "From a request to its last token")

@@ -326,7 +326,7 @@ async def _finished(worker: Worker, requests: Sequence[Request]) -> list[Complet
 
 
 async def _until_disconnected(request: HTTPRequest, work: Awaitable[T]) -> T | None:
-    """The result of the work; None, and the work cancelled, if the client goes away."""
+    """The result of the work; None, and the work canceled, if the client goes away."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

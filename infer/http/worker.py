@@ -112,7 +112,7 @@ class Worker:
         except StoppedError:
             return
         except Exception as error:  # what there is answers everything
-            _log.warning("the other programs were not compiled, and the server goes on without them", exc_info=error)
+            _log.warning("the other programs could not be compiled; the server continues without them", exc_info=error)
             return
         self._inbox.put(done)
 

@@ -28,7 +28,7 @@ from dflash_jax.infer.jobs.journal import Journal, settings_path, when_there_is_
 from dflash_jax.infer.jobs.lines import Line
 from dflash_jax.infer.jobs.records import Tally, answer_record, only, record_id, rewrite_in_order, summarise
 from dflash_jax.infer.jobs.tables import check_arrow, write_parquet
-from dflash_jax.infer.progress import Reporter, Working, engine_rates, memory_mib, warm_up
+from dflash_jax.infer.progress import Reporter, Working, counted, engine_rates, memory_mib, warm_up
 from dflash_jax.infer.text import Text
 
 _log = logging.getLogger("dflash_jax")
@@ -213,7 +213,7 @@ class LocalEngine(Backend):
         later = None if self._longer is None else outgrown.add
         yield from Answering(self.engine, record, self._text, later).run(fitting(), admit)
         if outgrown and self._longer is not None and admit():
-            _log.info("%d lines are longer than the others; an engine is made for them", len(outgrown))
+            _log.info("%s longer than the others; loading another engine", counted(len(outgrown), "line"))
             self._before.append((self.engine.stats, self.engine.steps_by_block_size))
             del self.engine  # there may be no memory for two
             gc.collect()
@@ -295,14 +295,14 @@ class Job:
             when_there_is_room(path, lambda: write_json(path, summary))
         rate = backend.rates()
         _log.info(
-            "%d answered, %d errors%s -> %s",
+            "%d answered, %s%s -> %s",
             report.finished - (failed - failed_before),
-            failed - failed_before,
+            counted(failed - failed_before, "error"),
             f", {rate}" if rate else "",
             files.part if self._in_parts else files.output if unfinished else files.table or files.output,
         )
         if unfinished:
-            _log.warning("stopped; %d lines are left, which the same command continues with", unfinished)
+            _log.warning("stopped; %s left, with which the same command continues", counted(unfinished, "line"))
             return INTERRUPTED
         return 1 if failed > self._max_errors else 0
 
@@ -321,7 +321,7 @@ class Job:
         mine[self.files.process :: self.files.processes] = True
         left, resumed = mine & ~done, int(np.count_nonzero(mine & done))
         if resumed:
-            _log.info("%d lines are done, %d left", resumed, np.count_nonzero(left))
+            _log.info("%s done, %d left", counted(resumed, "line"), np.count_nonzero(left))
         return left, resumed, failed if errors is None else int(np.count_nonzero(mine & errors))
 
     def _answer(
@@ -352,7 +352,7 @@ class Job:
         files = self.files
         if self._in_parts:
             if not parts.merge(files.output, self.lines.count, self.lines.place):
-                _log.info("this process is done; the job is when the others are")
+                _log.info("this process is done; the job ends with the last one")
                 return
         elif files.ordered:
             rewrite_in_order(files.output, self.lines.place)

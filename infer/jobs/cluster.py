@@ -309,7 +309,7 @@ class RayWorkers(Backend):
         said = str(error) if cause is None else repr(cause)
         why = " ".join(line.strip() for line in said.splitlines() if line.strip())
         if worker.ready is None and "creation task" in why:  # it would fail again
-            raise ValueError(f"a worker cannot begin: {why[-400:]}") from error
+            raise ValueError(f"a worker cannot start: {why[-400:]}") from error
         if self._deaths >= DEATHS * max(1, len(self._workers)):
             raise ValueError(
                 f"{self._deaths} workers failed without finishing a line, the last one so: {why[:400]}"

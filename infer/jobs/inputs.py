@@ -111,6 +111,6 @@ def opened(path: str) -> Iterator[BinaryIO]:
                 raise ValueError(f"{path} is compressed with {other}; gzip and zstandard can be read")
             if path.lower().endswith((".gz", ".zst")):
                 raise EOFError(
-                    "it is neither gzip nor zstandard; if it is plain text, name it so" if head else "it is empty"
+                    "it is neither gzip nor zstandard; if it is plain text, rename it" if head else "it is empty"
                 )
             yield plain

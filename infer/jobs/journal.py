@@ -46,7 +46,7 @@ def when_there_is_room(path: Path, write: Callable[[], T], stopping: Callable[[]
             if error.errno not in files.FULL:
                 raise
             if not told:
-                _log.warning("no space left for %s; nothing is lost: the job goes on when there is", path)
+                _log.warning("no space left for %s; nothing is lost, and the job continues when there is", path)
             told = True
             for _ in range(round(PAUSE / LOOK)):
                 if stopping():
@@ -178,7 +178,7 @@ class Journal:
     def _read(self, key: Callable[[Json], Hashable]) -> None:
         def read(record: Json) -> tuple[Hashable, bool]:
             if (name := key(record)) in self.done:
-                raise ValueError(f"{name!r:.60} is there twice")
+                raise ValueError(f"{name!r:.60} appears twice")
             return name, bool(record.get("error"))
 
         for line, (name, failed) in files.read_json_lines(self.path, read):

@@ -66,7 +66,7 @@ def multiply(
         implementation: "xla" or "gpu" (Pallas); see `dispatch`.
 
     Raises:
-        ValueError: the named implementation does not serve this case; the message says why.
+        ValueError: the named implementation does not support this case; the message says why.
     """
     trial = Trial.of(x, weights, slots.shape[0] - 1)
     chosen = choose(IMPLEMENTATIONS, x, weights, implementation=implementation, trial=trial, call=multiply)

@@ -19,7 +19,7 @@ def declines(x: Float[Array, "X T D"] | jax.ShapeDtypeStruct, weights: Quantised
     if isinstance(weights, FourBit) and weights.order is not None:
         return "inputs in an order of their own"
     if weights.shape[1] % streamed.ROWS:
-        return f"{weights.shape[1]} outputs; it serves multiples of {streamed.ROWS}"
+        return f"{weights.shape[1]} outputs; it supports multiples of {streamed.ROWS}"
     return operands.declines(weights)
 
 

@@ -50,7 +50,7 @@ def attend_anchored(
         implementation: "xla", "tpu" (Pallas) or "gpu" (Pallas on Hopper); see `dispatch`.
 
     Raises:
-        ValueError: the named implementation does not serve this case; the message says why.
+        ValueError: the named implementation does not support this case; the message says why.
     """
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     how = {"causal": visible == "causal", "window": window, "scale": factor}

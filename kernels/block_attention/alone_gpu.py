@@ -19,9 +19,9 @@ def declines(
 ) -> str | None:
     """Why these shapes are not served, or None."""
     if q.shape[-1] != v.shape[-1]:
-        return f"keys of {q.shape[-1]} entries and values of {v.shape[-1]}; it serves as many of one as of the other"
+        return f"keys of {q.shape[-1]} entries and values of {v.shape[-1]}; it supports as many of one as of the other"
     if q.shape[1] != v.shape[2]:
-        return f"{q.shape[1]} queries and {v.shape[2]} keys; it serves as many of one as of the other"
+        return f"{q.shape[1]} queries and {v.shape[2]} keys; it supports as many of one as of the other"
     return mosaic_gpu.declines(q, v)
 
 

@@ -1,4 +1,4 @@
-"""The one attention of the project: drafting, verifying, plain decoding and prefill.
+"""The one attention of the project: drafting, verifying, autoregressive decoding and prefill.
 
 Shapes: B rows, T queries, F fresh keys of the block, S cache slots, M pages of a row, N query heads, K key-value heads,
 H head dim of queries and keys, Hv head dim of values, G queries that share a key-value head (N // K heads at T
@@ -112,7 +112,7 @@ def attend(
         The attended values in the dtype of `q`.
 
     Raises:
-        ValueError: the named implementation does not serve this case; the message says why. Or there are more
+        ValueError: the named implementation does not support this case; the message says why. Or there are more
             queries than fresh keys, or fewer and `key_positions` is missing.
     """
     if q.shape[1] > k.shape[2]:

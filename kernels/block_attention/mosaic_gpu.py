@@ -39,11 +39,11 @@ def declines(
         return "values that are a part of the keys"
     for size in (q.shape[-1], v.shape[-1]):
         if size not in HEAD_DIMS:
-            return f"head dim {size}; it serves {', '.join(map(str, HEAD_DIMS))}"
+            return f"head dim {size}; it supports {', '.join(map(str, HEAD_DIMS))}"
     if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == v.dtype == cache_k.dtype:
-        return f"queries in {q.dtype}, values in {v.dtype}, cache in {cache_k.dtype}; it serves bfloat16 and float16"
+        return f"queries in {q.dtype}, values in {v.dtype}, cache in {cache_k.dtype}; it supports bfloat16 and float16"
     if cache_k.shape[2] == 0 or cache_k.shape[2] % CHUNK:
-        return f"{cache_k.shape[2]} slots; it serves multiples of {CHUNK}"
+        return f"{cache_k.shape[2]} slots; it supports multiples of {CHUNK}"
     return tensor_cores.missing()
 
 
@@ -116,7 +116,7 @@ def attend(
 ) -> Float[Array, "B T N Hv"]:
     """See `api.attend`; `low` is the first position a query sees, `mask` what it sees of the block.
 
-    The kernel gives, for each stretch, unnormalised values, highest scores and sums of exponentials.
+    The kernel gives, for each stretch, unnormalized values, highest scores and sums of exponentials.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -188,7 +188,7 @@ def _merged(
     total: Float[Array, "B K _ Q"],
     sinks: Float[Array, "1 K Q"] | None,
 ) -> tuple[Float[Array, "B K Q Hv"], Float[Array, "B K Q"]]:
-    """Unnormalised values and sums of exponentials of all stretches together.
+    """Unnormalized values and sums of exponentials of all stretches together.
 
     Few stretches are written out one by one: XLA makes a single kernel of that, and two of sums over an axis.
     """

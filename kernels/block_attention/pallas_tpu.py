@@ -36,11 +36,11 @@ def declines(
     """Why these shapes are not served, or None."""
     dims = q.shape[-1], v.shape[-1]
     if cache_v is None and dims != LATENT_DIMS:
-        return f"head dims {dims} of keys and of values that are a part of them; it serves {LATENT_DIMS}"
+        return f"head dims {dims} of keys and of values that are a part of them; it supports {LATENT_DIMS}"
     if cache_v is not None and (other := [size for size in dims if size not in HEAD_DIMS]):
-        return f"head dim {other[0]}; it serves {', '.join(map(str, HEAD_DIMS))}"
+        return f"head dim {other[0]}; it supports {', '.join(map(str, HEAD_DIMS))}"
     if q.dtype not in (jnp.float32, jnp.bfloat16) or cache_k.dtype != q.dtype or v.dtype != q.dtype:
-        return f"queries in {q.dtype}, values in {v.dtype}, cache in {cache_k.dtype}; it serves float32 and bfloat16"
+        return f"queries in {q.dtype}, values in {v.dtype}, cache in {cache_k.dtype}; it supports float32 and bfloat16"
     if cache_k.shape[2] == 0:
         return "the cache has no slots"
     return None

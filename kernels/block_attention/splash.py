@@ -28,13 +28,13 @@ def declines(
 ) -> str | None:
     """Why these shapes are not served, or None."""
     if q.dtype not in (jnp.float32, jnp.bfloat16) or q.dtype != v.dtype:
-        return f"queries in {q.dtype}, values in {v.dtype}; it serves float32 and bfloat16"
+        return f"queries in {q.dtype}, values in {v.dtype}; it supports float32 and bfloat16"
     if q.shape[1] != v.shape[2]:
-        return f"{q.shape[1]} queries and {v.shape[2]} keys; it serves as many of one as of the other"
+        return f"{q.shape[1]} queries and {v.shape[2]} keys; it supports as many of one as of the other"
     if q.shape[1] % LANES:
-        return f"{q.shape[1]} positions; it serves multiples of {LANES}"
+        return f"{q.shape[1]} positions; it supports multiples of {LANES}"
     if q.shape[-1] % LANES or v.shape[-1] % LANES:
-        return f"head dims {q.shape[-1]} and {v.shape[-1]}; it serves multiples of {LANES}"
+        return f"head dims {q.shape[-1]} and {v.shape[-1]}; it supports multiples of {LANES}"
     return None
 
 

@@ -57,7 +57,7 @@ def append(
         implementation: "xla", "tpu" or "gpu" (Pallas); see `dispatch`.
 
     Raises:
-        ValueError: the named implementation does not serve this case; the message says why.
+        ValueError: the named implementation does not support this case; the message says why.
     """
     arrays, structure = jax.tree.flatten(caches)
     cache_rows, heads = split_cache(*arrays[0].shape[:2])

@@ -24,9 +24,9 @@ def declines(caches: Sequence[Num[Array, "R K S _"]], blocks: Sequence[Num[Array
     """Why these shapes are not served, or None."""
     for cache, block in zip(caches, blocks, strict=True):
         if block.dtype not in (jnp.float32, jnp.bfloat16) or cache.dtype != block.dtype:
-            return f"block in {block.dtype}, cache in {cache.dtype}; it serves float32 and bfloat16"
+            return f"block in {block.dtype}, cache in {cache.dtype}; it supports float32 and bfloat16"
         if cache.shape[2] % (window := _window(cache, block)):
-            return f"{cache.shape[2]} slots; it serves multiples of {window}, as wide as the block"
+            return f"{cache.shape[2]} slots; it supports multiples of {window}, as wide as the block"
     return None
 
 

@@ -49,7 +49,7 @@ def read_block(
         Outputs, and the corrections, which `advance` needs.
 
     Raises:
-        ValueError: the named implementation does not serve this case; the message says why.
+        ValueError: the named implementation does not support this case; the message says why.
     """
     (rows, heads, states), tree = _specs(q.shape[0]), visible is not None
     if visible is None:

@@ -20,9 +20,9 @@ LANES, SUBLANES = 128, 8
 def declines(k: Float[Array, "B T K H"], v: Float[Array, "B T K G Hv"]) -> str | None:
     """Why these shapes are not served, or None."""
     if k.shape[-1] % LANES or v.shape[-1] % LANES:
-        return f"head dims {k.shape[-1]} and {v.shape[-1]}; it serves multiples of {LANES}"
+        return f"head dims {k.shape[-1]} and {v.shape[-1]}; it supports multiples of {LANES}"
     if k.shape[1] > LANES:
-        return f"{k.shape[1]} positions; it serves up to {LANES}"
+        return f"{k.shape[1]} positions; it supports up to {LANES}"
     return None
 
 

@@ -32,13 +32,13 @@ def grouped_matmul(
     without rows costs nothing: its weights are not read.
 
     Args:
-        weights: quantised ones are dequantised group by group, where they are multiplied; of a scale for each output,
+        weights: quantized ones are dequantized group by group, where they are multiplied; of a scale for each output,
             the sums are multiplied instead.
         ends: where the rows of each group end, and those of the next begin; at most M.
         implementation: "xla", "tpu" or "gpu" (Pallas); see `dispatch`.
 
     Raises:
-        ValueError: the named implementation does not serve this case; the message says why.
+        ValueError: the named implementation does not support this case; the message says why.
     """
     row, scale = jnp.arange(x.shape[0]), None
     if isinstance(weights, EightBit) and weights.block is None:

@@ -1,4 +1,4 @@
-"""GPU implementation, by Triton: a tile of rows reads the weights of its groups once, and dequantises in registers."""
+"""GPU implementation, by Triton: a tile of rows reads the weights of its groups once, and dequantizes in registers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -49,12 +49,12 @@ SMALLER = {"bfloat16": 64, "float16": 0}
 def declines(x: Float[Array, "M D"], weights: Num[Array, "E N D"] | Quantised) -> str | None:
     """Why these shapes are not served, or None."""
     if x.dtype not in TYPES:
-        return f"rows in {x.dtype}; it serves bfloat16 and float16"
+        return f"rows in {x.dtype}; it supports bfloat16 and float16"
     kind, values = _kind(x, weights), weights.values if isinstance(weights, Quantised) else weights
     if kind is None:
         return f"weights in {weights.form if isinstance(weights, Quantised) else weights.dtype} for rows in {x.dtype}"
     if kind != "plain" and 2**31 <= values.size <= 2**32:  # Pallas counts in 64 bits from there on
-        return f"{values.size} bytes of weights; it serves less than {2**31}"
+        return f"{values.size} bytes of weights; it supports less than {2**31}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""TPU implementation: jax's own megablox kernel for plain weights, and one that dequantises tiles of quantised ones."""
+"""TPU implementation: jax's own megablox kernel for plain weights, and one that dequantizes tiles of quantized ones."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,14 +24,14 @@ def declines(x: Float[Array, "M D"], weights: Num[Array, "E N D"] | Quantised) -
     """Why these shapes are not served, or None."""
     _, outputs, inputs = weights.shape
     if x.dtype != jnp.bfloat16:
-        return f"rows in {x.dtype}; it serves bfloat16, and rounds float32 to it"
+        return f"rows in {x.dtype}; it supports bfloat16, and rounds float32 to it"
     if (kind := _kind(weights)) is None:
         return f"weights in {weights.form if isinstance(weights, Quantised) else weights.dtype}"
     if kind != "plain":
         unit = GROUP if kind == "MXFP4" else BLOCK
-        return f"{inputs} inputs; it serves multiples of {unit}" if inputs % unit else None
+        return f"{inputs} inputs; it supports multiples of {unit}" if inputs % unit else None
     if outputs % LANES or inputs % LANES:
-        return f"weights of {outputs} x {inputs}; it serves multiples of {LANES}"
+        return f"weights of {outputs} x {inputs}; it supports multiples of {LANES}"
     return None
 
 

@@ -30,9 +30,9 @@ LOG2E = math.log2(math.e)
 def declines(q: Float[Array, "... H"], *keys: Float[Array, "... H"]) -> str | None:
     """Why these shapes are not served, or None."""
     if q.shape[-1] not in HEAD_DIMS:
-        return f"head dim {q.shape[-1]}; it serves {', '.join(map(str, HEAD_DIMS))}"
+        return f"head dim {q.shape[-1]}; it supports {', '.join(map(str, HEAD_DIMS))}"
     if q.dtype not in (jnp.bfloat16, jnp.float16) or any(x.dtype != q.dtype for x in keys):
-        return f"queries in {q.dtype}, keys in {keys[0].dtype}; it serves bfloat16 and float16"
+        return f"queries in {q.dtype}, keys in {keys[0].dtype}; it supports bfloat16 and float16"
     return tensor_cores.missing()
 
 

@@ -26,9 +26,9 @@ CHUNKS = 512, 256, LANES  # keys at once
 def declines(q: Float[Array, "... H"], *keys: Float[Array, "... H"]) -> str | None:
     """Why these shapes are not served, or None."""
     if q.dtype not in (jnp.float32, jnp.bfloat16) or any(x.dtype != q.dtype for x in keys):
-        return f"queries in {q.dtype}, keys in {keys[0].dtype}; it serves float32 and bfloat16"
+        return f"queries in {q.dtype}, keys in {keys[0].dtype}; it supports float32 and bfloat16"
     if q.shape[-1] not in HEAD_DIMS:
-        return f"head dim {q.shape[-1]}; it serves {', '.join(map(str, HEAD_DIMS))}"
+        return f"head dim {q.shape[-1]}; it supports {', '.join(map(str, HEAD_DIMS))}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Products of rows with a weight, plain or quantised."""
+"""Products of rows with a weight, plain or quantized."""
 
 from .api import dense as dense
 from .api import linear as linear

@@ -22,14 +22,14 @@ IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu, "gpu": mosaic_gpu}
 
 @partial(jax.jit, static_argnames="implementation")  # a call by this name in every trace; see `benchmarks.costs`
 def linear(x: Float[Array, "B T D"], weight: Quantised, *, implementation: Name | None = None) -> Float[Array, "B T M"]:
-    """`x @ weight.T` of a quantised weight, summed and returned in float32. Weights are the stored numbers times their
-    scales; `x` is never quantised to fewer digits than it has.
+    """`x @ weight.T` of a quantized weight, summed and returned in float32. Weights are the stored numbers times their
+    scales; `x` is never quantized to fewer digits than it has.
 
     Args:
         implementation: "xla", "tpu" or "gpu" (Pallas); see `dispatch`.
 
     Raises:
-        ValueError: the named implementation does not serve this case; the message says why.
+        ValueError: the named implementation does not support this case; the message says why.
     """
     trial = Trial.of(x, weight)
     chosen = choose(IMPLEMENTATIONS, x, weight, implementation=implementation, trial=trial, call=linear)

@@ -20,11 +20,11 @@ BLOCKS = 132  # thread blocks that there are at least, if the inputs allow: an H
 def declines(x: Float[Array, "B T D"], weight: Quantised) -> str | None:
     """Why these shapes are not served, or None."""
     if (isinstance(weight, EightBit) and weight.block is None) or weight.values.ndim != 2:
-        return f"weights in {weight.form} of {len(weight.shape)} axes; it serves matrices with a scale for few inputs"
+        return f"weights in {weight.form} of {len(weight.shape)} axes; it supports matrices with a scale for few inputs"
     if why := streamed.missing(x.dtype, x.shape[0] * x.shape[1]):
         return why
     if weight.shape[0] % OUTPUTS:
-        return f"{weight.shape[0]} outputs; it serves multiples of {OUTPUTS}"
+        return f"{weight.shape[0]} outputs; it supports multiples of {OUTPUTS}"
     return "several devices" if current_mesh() is not None else operands.declines(weight)
 
 

@@ -29,20 +29,20 @@ ROWS = 16  # of x, at least: what bfloat16 numbers are kept in
 def declines(x: Float[Array, "B T D"], weight: Quantised) -> str | None:
     """Why these shapes are not served, or None."""
     if not isinstance(weight, FourBit) or weight.values.ndim != 2:
-        return f"weights in {weight.form} of {len(weight.shape)} axes; it serves matrices of four bits"
+        return f"weights in {weight.form} of {len(weight.shape)} axes; it supports matrices of four bits"
     if x.dtype != jnp.bfloat16:
-        return f"rows in {x.dtype}; it serves bfloat16"
+        return f"rows in {x.dtype}; it supports bfloat16"
     if x.shape[0] * x.shape[1] > FEW_ROWS:
-        return f"{x.shape[0] * x.shape[1]} rows; it serves {FEW_ROWS}"
+        return f"{x.shape[0] * x.shape[1]} rows; it supports {FEW_ROWS}"
     (outputs, inputs), groups = weight.shape, weight.scale.shape[-1]
     if outputs % OUTPUTS or inputs % CHUNK:
-        return f"weights of {outputs} x {inputs}; it serves multiples of {OUTPUTS} x {CHUNK}"
+        return f"weights of {outputs} x {inputs}; it supports multiples of {OUTPUTS} x {CHUNK}"
     if inputs % groups or (CHUNK % (inputs // groups) and inputs // groups % CHUNK):
-        return f"{groups} groups of {inputs} inputs; it serves groups that divide {CHUNK}, or multiples of it"
+        return f"{groups} groups of {inputs} inputs; it supports groups that divide {CHUNK}, or multiples of it"
     if weight.offset is not None:
         return "groups with offsets"
     if weight.zero is not None and weight.zero.dtype != jnp.uint8:
-        return f"zero points in {weight.zero.dtype}; it serves whole numbers"
+        return f"zero points in {weight.zero.dtype}; it supports whole numbers"
     return "several devices" if current_mesh() is not None else None
 
 

@@ -1,4 +1,4 @@
-"""XLA forms that read a quantised weight as it is stored, and where they can do not write it in a wider dtype.
+"""XLA forms that read a quantized weight as it is stored, and where they can do not write it in a wider dtype.
 
 - A scale for each output multiplies sums. XLA widens the stored numbers where it multiplies them, on GPUs and TPUs.
 - A scale for each block of outputs and inputs multiplies the inputs, once for each block of outputs.
@@ -22,7 +22,7 @@ MOST_INPUTS = 2**31 // 127**2  # whose products have a sum in 32 bits
 
 
 def linear(x: Float[Array, "B T D"], weight: Quantised) -> Float[Array, "B T M"]:
-    """See `api.linear`; dequantised first where no other form serves."""
+    """See `api.linear`; dequantized first where no other form serves."""
     found = _as_stored(x, weight)
     return dense(x, weight.astype(x.dtype)) if found is None else found
 
@@ -40,7 +40,7 @@ def dense(x: Float[Array, "B T D"], weight: Float[Array, "M D"]) -> Float[Array,
 
 
 def _as_stored(x: Float[Array, "B T D"], weight: Quantised) -> Float[Array, "B T M"] | None:
-    """None where the weight has to be dequantised first."""
+    """None where the weight has to be dequantized first."""
     if isinstance(weight, FourBit) and weight.order is not None:
         return product("btd,md->btm", x[..., weight.order], weight.replace(order=None).astype(x.dtype))
     if not isinstance(weight, EightBit):

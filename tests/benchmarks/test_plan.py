@@ -113,14 +113,14 @@ def test_a_gpu_by_arithmetic(tmp_path, capsys, monkeypatch):
     ("arguments", "message"),
     [
         (["--target", "qwen3-8b", "--topology", "x9:4"], "--topology must be like v5e-4, v5e:2x2"),
-        (["--target", "nowhere", "--topology", "h100"], "--drafter is needed, unless --target is one of qwen3-4b"),
+        (["--target", "nowhere", "--topology", "h100"], "no drafter given: pass --drafter, or a --target of qwen3-4b"),
         (["--target", "qwen3-8b", "--topology", "h100:4", "--mesh", "model=3"], "there are 4 devices"),
         (
             ["--target", "qwen3-8b", "--topology", "h100:2", "--mesh", "data=2", "--batch-size", "3"],
-            "multiple of the 2 parts",
+            "multiple of the 2 data-parallel parts",
         ),
-        (["--target", "qwen3-8b", "--topology", "h100:2", "--training"], "name a TPU topology"),
-        (["--target", "qwen3-8b", "--topology", "h100:1", "--parts"], "--parts is planned by a compiler"),
+        (["--target", "qwen3-8b", "--topology", "h100:2", "--training"], "choose a TPU topology"),
+        (["--target", "qwen3-8b", "--topology", "h100:1", "--parts"], "--parts needs the CUDA compiler"),
     ],
 )
 def test_what_cannot_be_planned(arguments, message, capsys, monkeypatch):
@@ -146,7 +146,7 @@ def test_pages_are_counted(capsys, monkeypatch, tmp_path):
         ]
         assert plan.main([*arguments, *more]) == 0
         found.append(json.loads((tmp_path / "f.json").read_text()))
-    assert "pages of all rows    128 of 128 positions: 16384 tokens" in capsys.readouterr().out
+    assert "KV cache pages       128 of 128 positions: 16384 tokens" in capsys.readouterr().out
     assert found[1]["cache_bytes"] == pytest.approx(found[0]["cache_bytes"] * 129 / 128, rel=1e-4)  # and nobody's page
     assert found[1]["bytes_accessed"] == pytest.approx(found[0]["bytes_accessed"], rel=0.01)
     assert plan.main(["--target", "qwen3-4b", "--topology", "h100:1", "--training", "--cache-tokens", "9999"]) == 2
@@ -244,7 +244,7 @@ def test_what_the_parts_of_a_step_move(monkeypatch, capsys, tmp_path):
     assert moved["step"] == pytest.approx(moved["draft"] + moved["verify"] + moved["commit"], rel=0.1)
     assert "moved by verify of one token" in capsys.readouterr().out
     assert plan.main([*arguments, "--training"]) == 2
-    assert "--parts are those of a decoding step" in capsys.readouterr().err
+    assert "--parts is for a decoding step" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive

@@ -113,7 +113,7 @@ def test_broken_files_are_named(directory, tmp_path):
     whole = path.read_bytes()
     for broken in (whole[: len(whole) // 2], whole[:5], b"", b"x" * 100):
         path.write_bytes(broken)
-        with pytest.raises(ValueError, match="model.safetensors is no complete safetensors file"):
+        with pytest.raises(ValueError, match="model.safetensors is not a complete safetensors file"):
             load_target(directory)
     path.unlink()
     with pytest.raises(ValueError, match="found neither"):
@@ -129,7 +129,7 @@ def test_broken_files_are_named(directory, tmp_path):
         load_target(directory)
     with pytest.raises(ValueError, match="directory, a .gguf file or a hub id"):
         load_target(tmp_path / "nowhere" / "at all")
-    with pytest.raises(ValueError, match="could not be fetched from the hub"):
+    with pytest.raises(ValueError, match="could not be downloaded from the hub"):
         load_target("nobody/nothing")
 
 

@@ -122,7 +122,7 @@ def test_answers_are_those_of_the_same_weights_in_safetensors(tmp_path):
     assert answers == generate(load_target(plain), prompts, max_new_tokens=16)
     devices = jax.devices()[:4]
     mesh = make_mesh(parse_mesh("data=2,model=2", devices), devices)
-    with pytest.raises(ValueError, match="32 outputs in quantised blocks of 32"):
+    with pytest.raises(ValueError, match="32 outputs in quantized blocks of 32"):
         load_target(tmp_path / "model.gguf", mesh=mesh)
     rows = make_mesh(parse_mesh("data=4", devices), devices)
     assert generate(load_target(tmp_path / "model.gguf", mesh=rows), prompts, max_new_tokens=16) == answers

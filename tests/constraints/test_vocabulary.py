@@ -63,7 +63,7 @@ def test_where_no_tokens_lead_on_none_are_allowed():
     """A vocabulary without the bytes of some characters."""
     few = Vocabulary([None, b"a", b"b", b"ab", b"c"])
     found = prepared(regex("a(b|bx)c?|ax"), few, [0])
-    assert found.allows(1).tolist() == [False, True, False, True, False]  # not towards x
+    assert found.allows(1).tolist() == [False, True, False, True, False]  # not toward x
     with pytest.raises(ConstraintError, match="no tokens of this vocabulary"):
         prepared(regex("x+"), few, [0])
     with pytest.raises(ConstraintError, match="no text"):

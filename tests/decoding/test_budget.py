@@ -1,4 +1,4 @@
-"""A verification budget: answers are those of plain decoding, whatever is verified."""
+"""A verification budget: answers are those of autoregressive decoding, whatever is verified."""
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ def plain(target):
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_those_of_plain_decoding(kind, settings, directory, target, plain):
-    """And log-probabilities: a row gets more or less than another, and neighbours come and go."""
+    """And log-probabilities: a row gets more or less than another, and neighbors come and go."""
     drafter = load_drafter(directory / kind, num_target_layers=4)
     engine = Engine(target, drafter, **(SETTINGS | {"slots": 5} | settings))
     tokens, scores = answers(engine)
@@ -148,7 +148,7 @@ def test_packing():
     ("settings", "message"),
     [
         ({"verify_budget": 1}, "verify_budget must be at least 2"),
-        ({"verify_budget": 3, "deterministic": True}, "verify_budget and deterministic exclude each other"),
+        ({"verify_budget": 3, "deterministic": True}, "verify_budget and deterministic cannot be combined"),
     ],
 )
 def test_impossible_budgets_are_refused(target, settings, message):

@@ -6,7 +6,7 @@ What users of other engines report of constraints with speculation, and the test
 2. reasoning that ends inside a block: below; infer/http/test_tools.py
 3. a mask asked of an answer that has ended, a stop token in mid-block: below; test_speculative.py
 4. proposals that are never allowed: test_constraints.py
-5. states along trees: test_constraints.py (every kind of drafter, chain and tree, against plain decoding)
+5. states along trees: test_constraints.py (every kind of drafter, chain and tree, against autoregressive decoding)
 6. requests that make no progress: infer/engine/test_constraints.py (room in turn), constraints/test_hostile.py
 7. blanks without end: below; constraints/test_tools.py (calls on one line)
 8. schemas that take minutes to compile: constraints/test_hostile.py
@@ -48,7 +48,7 @@ def test_an_answer_ends_at_any_offset(tree, directory, target):  # noqa: F811
 @pytest.mark.slow
 @pytest.mark.parametrize("tree", [0, 7])
 def test_reasoning_ends_at_any_offset(tree, directory, target):  # noqa: F811
-    """What comes before the mark is free, what comes after it is constrained, and all is as in plain decoding."""
+    """What comes before the mark is free, what comes after it is constrained, and all is as without a drafter."""
     within = Constraint("choice", '["yes", "no"]', form=Form("qwen3", "opened"))
     asked = [
         tiny.ask([i % 40 + 3, 9, i // 40], 90, 1.0, id=str(i), constraint=within, eos_token_ids=(END,))

@@ -1,4 +1,4 @@
-"""Constrained answers: the same with any drafter, tree and neighbours, and distributed as they must be."""
+"""Constrained answers: the same with any drafter, tree and neighbors, and distributed as they must be."""
 
 import contextlib
 import dataclasses

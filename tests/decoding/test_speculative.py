@@ -125,7 +125,7 @@ def test_budget_that_ends_inside_a_block(target, drafter, budget):
 
 @pytest.mark.slow
 def test_full_cache(target, drafter):
-    """A row may fill its last slot; a longer budget is cut there, and neighbours are untouched."""
+    """A row may fill its last slot; a longer budget is cut there, and neighbors are untouched."""
     reference = generate(target, PROMPTS, max_new_tokens=64, stop_token_ids=[], max_length=128)
     ours = spec_generate(target, drafter, PROMPTS, max_new_tokens=64, stop_token_ids=[], max_length=33)
     for prompt, row, longer in zip(PROMPTS, ours.tokens, reference.tokens, strict=True):

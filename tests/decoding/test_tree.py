@@ -240,7 +240,7 @@ def test_a_shallow_tree_has_as_many_nodes_as_it_should(depth, nodes):
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_how_reliable_a_drafter_is_is_learnt_by_logistic_regression(sampled):
-    """Tokens are right with probability sigmoid(a + b logit(p)); and of other depths and rows nothing is learnt."""
+    """Tokens are right with probability sigmoid(a + b logit(p)); and of other depths and rows nothing is learned."""
     rng, rows, depth, ranks, rounds = np.random.default_rng(0), 300, 2, 4, 60
     a, b, logits, outcomes = -0.7, 0.6, [], []
     calibration = init_calibration(depth)

@@ -241,7 +241,7 @@ def test_names(directory, monkeypatch):
     assert (mixture.config.block_size, mixture.drafter.config.block_size) == (16, 5)
     with pytest.raises(ValueError, match="got nowhere"):
         load("ngram+nowhere")
-    with pytest.raises(ValueError, match="say --drafter ngram or --no-speculation"):
+    with pytest.raises(ValueError, match="needs no model. or --no-speculation"):
         load(None)
     monkeypatch.chdir(directory)
     (directory / "ngram").symlink_to(directory / "dflash")

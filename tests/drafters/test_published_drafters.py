@@ -315,7 +315,7 @@ REFUSED: dict[str, tuple[dict, str]] = {
     "another rotary width": (dflash(rope_scaling={"rope_dim": 8}), "rope_dim = 8 is read in two ways"),
     "no taps": (
         dflash(dflash_config={"mask_token_id": tiny.MASK}),
-        """wrong for 14 of 20 published drafters (z-lab/dflash#156). If this one follows the formula, say \
+        """wrong for 14 of 20 published drafters (z-lab/dflash#156). If this one follows the formula, pass \
 --drafter-config '{"target_layer_ids": [1, 33]}'""",
     ),
     "taps twice": (dflash(**inside(target_layer_ids=[1, 9, 9])), "must ascend, each layer once, got [1, 9, 9]"),
@@ -326,7 +326,7 @@ REFUSED: dict[str, tuple[dict, str]] = {
     ),
     "a wrapper with pictures": (
         {"architectures": ["DFlashDraftModel"], "text_config": BLOCK, "vision_config": {"depth": 2}} | inside(),
-        """a drafter has no such parts; if these are its target's, say --drafter-config '{"vision_config": null}'""",
+        """a drafter has no such parts; if these are its target's, pass --drafter-config '{"vision_config": null}'""",
     ),
     "a wrapper that contradicts": (
         {"text_config": BLOCK | {"rope_theta": 1e4}, "rope_theta": 1e6} | inside(),

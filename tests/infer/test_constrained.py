@@ -64,7 +64,7 @@ def test_every_form(row, expected):
         (
             {"guided_regex": "a", "response_format": {"type": "json_object"}},
             "conflicting_constraints",
-            "exclude each other",
+            "cannot be combined",
         ),
     ],
 )

@@ -90,14 +90,18 @@ def _ends_after(text, tokens, stop, after):
         ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json must be JSON"),
         ("special_tokens_map.json", "[]", "special_tokens_map.json must hold a JSON object"),
         ("tokenizer.json", '{"model": null}', "must hold a tokenizer"),
-        ("tokenizer.json", '{"model": {"vocab": {"a": 0, "b": 1000000000}}}', "1000000000 is no id of 2 tokens"),
+        (
+            "tokenizer.json",
+            '{"model": {"vocab": {"a": 0, "b": 1000000000}}}',
+            "1000000000 is not a plausible id of 2 tokens",
+        ),
         (
             "tokenizer_config.json",
             json.dumps({"unk_token": "x" * 10**5}),
             "unk_token must have at most",
         ),
-        ("vocab.json", '{"a": 4000000000}', "vocab.json: 4000000000 is no id of"),
-        ("added_tokens.json", '{"a": null}', "added_tokens.json: None is no id of"),
+        ("vocab.json", '{"a": 4000000000}', "vocab.json: 4000000000 is not a plausible id"),
+        ("added_tokens.json", '{"a": null}', "added_tokens.json: None is not a plausible id"),
     ],
 )
 def test_tokenizer_files_that_cannot_be_used_are_named(tmp_path, name, content, named):

@@ -189,12 +189,12 @@ def test_what_kernels_decline():
         )
 
     with pytest.raises(
-        ValueError, match="does not serve this case: queries in float32, .* serves bfloat16 and float16"
+        ValueError, match="does not support this case: queries in float32, .* supports bfloat16 and float16"
     ):
         call("gpu", jnp.float32, 128)
-    with pytest.raises(ValueError, match="does not serve this case: head dim 256; it serves 64, 128"):
+    with pytest.raises(ValueError, match="does not support this case: head dim 256; it supports 64, 128"):
         call("gpu", jnp.bfloat16, 256)
-    with pytest.raises(ValueError, match="does not serve this case: queries in float16"):
+    with pytest.raises(ValueError, match="does not support this case: queries in float16"):
         call("tpu", jnp.float16, 128)
     with pytest.raises(ValueError, match="head dim 96"):
         call("tpu", jnp.float32, 96)

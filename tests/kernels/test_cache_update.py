@@ -164,13 +164,13 @@ def test_trials_read_what_they_should(path, page):
 def test_declines_by_name():
     cache, block = jnp.zeros((1, 1, 40, 128)), jnp.zeros((1, 1, 4, 128))
     one = jnp.ones(1, jnp.int32)
-    with pytest.raises(ValueError, match="'tpu' does not serve this case: 40 slots; it serves multiples of 16"):
+    with pytest.raises(ValueError, match="'tpu' does not support this case: 40 slots; it supports multiples of 16"):
         append([cache] * 2, [block] * 2, one, one, implementation="tpu")
     for name in ("tpu", "gpu"):
         with pytest.raises(ValueError, match="block in float32, cache in bfloat16"):
             append([cache.astype(jnp.bfloat16)] * 2, [block] * 2, one, one, implementation=name)
         codes = [cache.astype(jnp.int8)] * 2, [block.astype(jnp.int8)] * 2
-        with pytest.raises(ValueError, match="block in int8, cache in int8; it serves float"):
+        with pytest.raises(ValueError, match="block in int8, cache in int8; it supports float"):
             append(*codes, one, one, implementation=name)
     less = "a cache of 2147483648 numbers, whose places Pallas would count in 32 bits"
     for S, dtype, why in ((32767, jnp.bfloat16, "None"), (32768, jnp.float8_e4m3fn, less)):
@@ -202,7 +202,7 @@ def test_small_caches_stay_as_they_are():
 def test_what_is_not_rounded_is_declined():
     """1160 slots are not whole tiles."""
     cache, block, one = jnp.zeros((1, 1, 1160, 64)), jnp.zeros((1, 1, 256, 64)), jnp.ones(1, jnp.int32)
-    with pytest.raises(ValueError, match="1160 slots; it serves multiples of 128"):
+    with pytest.raises(ValueError, match="1160 slots; it supports multiples of 128"):
         append([cache] * 2, [block] * 2, one, one, implementation="tpu")
 
 

@@ -139,11 +139,11 @@ def slow_on_tpu(cases, slow):
 def test_real_shapes(implementation, name):
     shape = small(SHAPES[name])
     if implementation == "gpu" and shape.values is not None:
-        with pytest.raises(ValueError, match="does not serve this case: values that are a part of the keys"):
+        with pytest.raises(ValueError, match="does not support this case: values that are a part of the keys"):
             check(implementation, shape, [5])
         return
     if implementation != "xla" and shape.H > 256 and shape.values is None:
-        with pytest.raises(ValueError, match="does not serve this case: head dim 512; it serves 64, 128, 256"):
+        with pytest.raises(ValueError, match="does not support this case: head dim 512; it supports 64, 128, 256"):
             check(implementation, shape, [5])
         return
     rng = np.random.default_rng(sorted(SHAPES).index(name))
@@ -330,7 +330,7 @@ PACKED = [
 def test_packed_rows_without_a_cache(implementation, shape):
     call, arguments, expected = packed_rows(shape, exact(implementation))
     if implementation == "gpu" and shape.softcap is not None:
-        with pytest.raises(ValueError, match="0 slots; it serves multiples of 64"):
+        with pytest.raises(ValueError, match="0 slots; it supports multiples of 64"):
             call("gpu", *arguments)
         return
     with INTERPRETED[implementation]():
@@ -361,7 +361,7 @@ def test_gradients_of_packed_rows(implementation, shape):
 def test_packed_rows_that_splash_declines():
     call, arguments, expected = packed_rows(PACKED[0]._replace(T=100))
     with INTERPRETED["tpu"]():
-        with pytest.raises(ValueError, match="100 positions; it serves multiples of 128"):
+        with pytest.raises(ValueError, match="100 positions; it supports multiples of 128"):
             call("tpu", *arguments)
         with using("tpu"):
             np.testing.assert_allclose(call(None, *arguments), expected, atol=1e-5)

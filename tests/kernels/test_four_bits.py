@@ -53,7 +53,7 @@ def rows(count, inputs=1024):
 
 
 def exact(kernel, x, weight):
-    """In float64, of what the kernel multiplies: on a GPU the dequantised weight rounded to bfloat16."""
+    """In float64, of what the kernel multiplies: on a GPU the dequantized weight rounded to bfloat16."""
     gain = 1
     if isinstance(weight, FourBit) and weight.gain is not None:
         gain, weight = np.asarray(weight.gain, np.float64), weight.replace(gain=None)
@@ -99,7 +99,7 @@ def test_sizes(N, D, kernel):
 def test_an_odd_number_of_tiles(D, name, kernel):
     """Some of half the width."""
     if kernel == "tpu":
-        pytest.skip("it serves multiples of 256 inputs")
+        pytest.skip("it supports multiples of 256 inputs")
     check(kernel, rows(9, D), weight(*KINDS[name], 384, D))
 
 

@@ -99,7 +99,7 @@ def test_pallas(name, interpreted):
 )
 @pytest.mark.parametrize("name", DAILY)
 def test_pallas_with_quantised_weights(name, kind, N, D, block, interpreted):
-    """Numbers and scales of every size; the products are of dequantised weights, which a TPU rounds to bfloat16."""
+    """Numbers and scales of every size; the products are of dequantized weights, which a TPU rounds to bfloat16."""
     if interpreted == "tpu" and block == 1:
         pytest.skip("it declines these")
     (sizes, rows), rng = SIZES[name], np.random.default_rng(1)
@@ -138,7 +138,7 @@ def test_declines_by_name():
         grouped_matmul(x, small, ends, implementation="gpu")
     values = jax.ShapeDtypeStruct((256, 3072, 3072), jnp.float8_e4m3fn)
     large = EightBit(values, jnp.ones((256, 24, 24)), block=(128, 128))
-    with pytest.raises(ValueError, match="2415919104 bytes of weights; it serves less than 2147483648"):
+    with pytest.raises(ValueError, match="2415919104 bytes of weights; it supports less than 2147483648"):
         jax.eval_shape(partial(grouped_matmul, implementation="gpu"), x, large, ends)
     joined = EightBit(jnp.zeros((2, 160, 128), jnp.float8_e4m3fn), jnp.ones((2, 160, 1)), block=(1, 128))
     with pytest.raises(ValueError, match="weights in FP8 in blocks of 1 x 128"):

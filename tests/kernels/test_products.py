@@ -102,7 +102,7 @@ def test_projections(function, rows, dtype):
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_family(family):
-    """Weights that stay quantised are widened to float32, too."""
+    """Weights that stay quantized are widened to float32, too."""
     raw = tiny.target_config(model_type=family, **tiny.FAMILIES[family])
     target, _ = random_pair(raw, tiny.drafter_config(), dtype=jnp.float32)
 

@@ -1,4 +1,4 @@
-"""Whole decoding steps with quantised weights, by real compilers: no array of a dequantised weight is written."""
+"""Whole decoding steps with quantized weights, by real compilers: no array of a dequantized weight is written."""
 
 import math
 import re
@@ -68,7 +68,7 @@ def test_steps_write_no_dequantised_weight(name, changes, quantize, chip):
     if chip == "a100" and changes:
         pytest.skip("before Ada, XLA widens E4M3 first")
     if (name == "qwen3-8b-awq" or "int4" in quantize.values()) and not kernel_for(chip):
-        pytest.skip("XLA dequantises four bits first")
+        pytest.skip("XLA dequantizes four bits first")
     raws, device = pair(name, changes, quantize), topology(chip)[:1]
     mesh = make_mesh(dict.fromkeys(("data", "fsdp", "model", "expert"), 1), device)
     parts = planning.shapes(raws, None, 1, 1024)[:2]

@@ -1,5 +1,5 @@
 """Targets of every family in an engine, with everything at once that an engine does to a row's state: prompts in
-chunks, in copies of other prompts' chunks and in several samples, slots that are cancelled and used again, memory that
+chunks, in copies of other prompts' chunks and in several samples, slots that are canceled and used again, memory that
 rows share, trees, a verification budget."""
 
 import pytest

@@ -1,4 +1,4 @@
-"""Quantised weights: the product understands them, and block scales decode and encode."""
+"""Quantized weights: the product understands them, and block scales decode and encode."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -71,7 +71,7 @@ def test_experts_of_four_bits():
     )
     rows = jnp.asarray(x, jnp.bfloat16)
     for implementation in ("tpu", "gpu"):
-        with pytest.raises(ValueError, match="does not serve this case: weights in INT4"):
+        with pytest.raises(ValueError, match="does not support this case: weights in INT4"):
             grouped_matmul(rows, packed, jnp.asarray(np.cumsum(sizes), jnp.int32), implementation=implementation)
 
 

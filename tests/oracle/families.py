@@ -112,7 +112,7 @@ def assert_dequantised(directory, packed, *, divisible=True):
 
 
 def assert_lossless(directory, scratch, *, meshes=("data=2,model=2",)):
-    """Speculation gives the tokens of plain decoding, greedy and sampled, and so does every mesh."""
+    """Speculation gives the tokens of autoregressive decoding, greedy and sampled, and so does every mesh."""
     target = load_target(directory)
     width = {
         "vocab_size": VOCAB,

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of every quantised format that is served, written by the format's own tool where there is one."""
+"""Tiny checkpoints of every quantized format that is served, written by the format's own tool where there is one."""
 
 import json
 from typing import ClassVar
@@ -224,7 +224,7 @@ EIGHT = ("fp8", "fp8 tensor", "fp8 channel", "fp8 block", "int8", "modelopt fp8"
 
 
 def make(directory, name, *, head=False, **changes):
-    """The checkpoint, and transformers' model with the weights that it stands for; with a quantised head, if asked."""
+    """The checkpoint, and transformers' model with the weights that it stands for; with a quantized head, if asked."""
     config = transformers.Qwen3Config(**SHAPE | changes)
     theirs = families.randomise(transformers.Qwen3ForCausalLM(config), 0).eval()
     tensors, form = {}, FORMATS[name]

@@ -295,7 +295,7 @@ def test_the_same_of_kimi_as_published(tmp_path):
     theirs = make_kimi(tmp_path / "target")
     families.assert_same_generations(theirs, load_target(tmp_path / "target"))
     families.assert_lossless(tmp_path / "target", tmp_path / "drafter", meshes=["model=2", "expert=2,model=2"])
-    with pytest.raises(ValueError, match="64 outputs in quantised blocks of 32"):
+    with pytest.raises(ValueError, match="64 outputs in quantized blocks of 32"):
         families.assert_lossless(tmp_path / "target", tmp_path / "drafter", meshes=["model=4"])
 
 

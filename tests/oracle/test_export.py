@@ -52,4 +52,4 @@ def test_exported_drafters_decode_alike(name, tmp_path):
         whole = int(np.sum(begins + 8 <= budget))  # nearer to the budget the official loop narrows its block
         assert ours.acceptance_lengths[row][:whole] == theirs.acceptance_lengths[:whole]
         compared += theirs.acceptance_lengths[:whole]
-    assert np.mean(compared) > 2  # it has learnt something worth comparing
+    assert np.mean(compared) > 2  # it has learned something worth comparing

@@ -1,4 +1,4 @@
-"""Quantised checkpoints of every format that is served, against transformers with the weights that they stand for."""
+"""Quantized checkpoints of every format that is served, against transformers with the weights that they stand for."""
 
 import json
 from fnmatch import fnmatchcase as fnmatch
@@ -111,7 +111,7 @@ HOW = [{"block_size": size} for size in (1, 2, 5, 16)] + [{"block_size": 8, "tre
     ],
 )
 def test_speculation_is_lossless(name, tmp_path):
-    """Greedy and sampled, chains and a tree; a drafter that was quantised as it was loaded."""
+    """Greedy and sampled, chains and a tree; a drafter that was quantized as it was loaded."""
     make(tmp_path / "target", name)
     target = load_target(tmp_path / "target")
     raw = tiny.drafter_config(vocab_size=families.VOCAB, hidden_size=128, num_target_layers=3, block_size=16)

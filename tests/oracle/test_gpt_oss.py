@@ -1,4 +1,4 @@
-"""gpt-oss against transformers, on tiny random checkpoints: as published in MXFP4, and unquantised."""
+"""gpt-oss against transformers, on tiny random checkpoints: as published in MXFP4, and unquantized."""
 
 import json
 
@@ -117,7 +117,7 @@ RAW = SHAPE | {"model_type": "gpt_oss", "rms_norm_eps": 1e-5}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "the quantisation 'bitsandbytes'"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "the quantization 'bitsandbytes'"),
         ({"num_experts_per_tok": 7}, "at most the 6 experts"),
         ({"attention_bias": False}, "attention_bias"),
         ({"swiglu_alpha": 1.5}, "swiglu_alpha"),

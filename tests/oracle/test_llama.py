@@ -103,7 +103,7 @@ RAW = SHAPE | {"model_type": "llama", "rope_theta": 1e4}
         ({"sliding_window": 64}, "sliding_window = 64"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
-        ({"num_attention_heads": 7, "num_key_value_heads": 7}, "no multiple of 7 heads"),
+        ({"num_attention_heads": 7, "num_key_value_heads": 7}, "not a multiple of 7 heads"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"model_type": "mistral"}, "must give sliding_window"),
         ({"model_type": "mistral", "sliding_window": 4, "attention_bias": True}, "attention_bias = True"),

@@ -117,7 +117,7 @@ def test_the_same_in_fp8(tmp_path):
     families.assert_same_generations(theirs, ours)
     families.assert_saved_again(tmp_path / "target", ours, tmp_path / "saved")
     families.assert_lossless(tmp_path / "target", tmp_path / "drafter", meshes=["data=2", "expert=2"])
-    with pytest.raises(ValueError, match="in quantised blocks of 128"):
+    with pytest.raises(ValueError, match="in quantized blocks of 128"):
         families.assert_lossless(tmp_path / "target", tmp_path / "drafter", meshes=["model=4"])
 
 

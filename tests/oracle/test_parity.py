@@ -249,7 +249,7 @@ def test_generations_equal_the_official_loop(name, tmp_path):
 
 
 def _on_cpu() -> bool:
-    """Statistics are wanted; the official clock synchronises a GPU that is not there."""
+    """Statistics are wanted; the official clock synchronizes a GPU that is not there."""
     import time
 
     model._cuda_time = time.perf_counter

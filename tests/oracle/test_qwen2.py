@@ -89,7 +89,7 @@ RAW = tiny.target_config(model_type="qwen2", **tiny.FAMILIES["qwen2"])
         ({"attention_bias": False}, "attention_bias = False"),
         ({"use_sliding_window": True}, "use_sliding_window needs sliding_window"),
         ({"layer_types": ["sliding_attention"] * 4}, "sliding_attention layers need use_sliding_window"),
-        ({"num_attention_heads": 6}, "no multiple of 6 heads"),
+        ({"num_attention_heads": 6}, "not a multiple of 6 heads"),
         ({"rope_theta": None}, "must give rope_theta"),
         ({"dual_chunk_attention_config": {"chunk_size": 64}}, "dual_chunk_attention_config"),
     ],

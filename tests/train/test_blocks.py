@@ -245,7 +245,7 @@ def test_packed_blocks_equal_decoding(target, rows, name, tmp_path):
 
 @pytest.mark.slow
 def test_labels_are_what_decoding_proposes_for(target, drafter, rows):
-    """A drafter's own proposals, written into the rows after an anchor, are labelled right in every slot."""
+    """A drafter's own proposals, written into the rows after an anchor, are labeled right in every slot."""
     tokens, starts, _ = rows
     anchor, block_size = 22, 8
     features, _ = target_features(target, drafter.taps, tokens, starts)

@@ -192,7 +192,7 @@ def test_regenerating_continues(place, capsys):
     lines = whole.splitlines(keepends=True)
     (place / "torn.jsonl").write_text("".join(lines[:3]) + lines[3][:20])
     assert regenerate(place, "torn.jsonl", "--temperature", "0.7") == 0
-    assert "3 lines are done, 3 left" in capsys.readouterr().err
+    assert "3 lines done, 3 left" in capsys.readouterr().err
     assert sorted((place / "torn.jsonl").read_text().splitlines()) == sorted(whole.splitlines())
     assert regenerate(place, "torn.jsonl", "--temperature", "0.8") == 2
     assert "temperature 0.7, now 0.8" in capsys.readouterr().err

@@ -123,7 +123,7 @@ def test_another_run_is_refused(target, start, examples, whole, tmp_path):
 def test_what_is_refused_writes_nothing(target, start, examples, tmp_path):
     devices = jax.devices()[:2]
     split = target.replace(mesh=make_mesh(parse_mesh("data=2", devices), devices))
-    with pytest.raises(ValueError, match="batch_size 2 must be a multiple of accumulate 2 times the mesh's 2 parts"):
+    with pytest.raises(ValueError, match="batch_size 2 must be a multiple of accumulate 2 times the 2 data-parallel"):
         open_run(tmp_path / "new", split, *start, examples, dataclasses.replace(CONFIG, accumulate=2))
     assert not (tmp_path / "new").exists()
 

@@ -80,7 +80,7 @@ def test_dpace():
     cross_entropy = -jnp.log(jnp.asarray([[[0.5, 0.2, 0.9]]], jnp.float32))
     labelled = jnp.asarray([[[True, False, True]]])
     q = 0.5 * np.array([0.5, 0.2, 0.9]) + 0.5
-    reached = np.array([q[0], 0, q[0] * q[2]])  # what is not labelled counts 1 in the product, 0 in the sum
+    reached = np.array([q[0], 0, q[0] * q[2]])  # what is not labeled counts 1 in the product, 0 in the sum
     expected = np.array([reached.sum(), reached[2], reached[2]])
     np.testing.assert_allclose(dpace_weights(cross_entropy, labelled)[0, 0], expected, rtol=1e-5)
     assert (jax.grad(lambda c: jnp.sum(dpace_weights(c, labelled)))(cross_entropy) == 0).all()

@@ -1,4 +1,4 @@
-"""The optimiser step: what it must not depend on, and what it must learn."""
+"""The optimizer step: what it must not depend on, and what it must learn."""
 
 import dataclasses
 import re

@@ -28,7 +28,7 @@ RESIDUAL = ("o_proj", "down_proj")  # projections that write to the residual str
 
 
 def new_target(raw: dict[str, Any], seed: int) -> Target:
-    """A freshly initialised target for a `config.json`: matrices N(0, 0.02), those that write to the residual stream
+    """A freshly initialized target for a `config.json`: matrices N(0, 0.02), those that write to the residual stream
     smaller by the square root of twice the depth, norms one."""
     config = models.target_config(raw)
     rng = np.random.default_rng(seed)
@@ -79,7 +79,7 @@ def pretrain(
         directory: of the checkpoints, one every `save_every` steps; a run found there is continued.
         target: as it begins, float32.
         examples: whole conversations, none longer than `length`.
-        config: its fields of packing, optimiser and schedule.
+        config: its fields of packing, optimizer and schedule.
         progress: called with the step, all steps and the loss every `log_every` steps.
 
     Raises:

@@ -35,12 +35,12 @@ class ReportOptions:
     """Options of `python -m dflash_jax.benchmarks.hardware`.
 
     Attributes:
-        pair: a dense one of dflash_jax.benchmarks.presets; its weights are random
-        quantize: what is quantised of it, like target=int8,drafter=int8,head=int8 (see serve)
-        minutes: in all; what would take longer is skipped and listed
+        pair: dense pair of dflash_jax.benchmarks.presets, with random weights
+        quantize: weights of the pair to quantize, like target=int8,drafter=int8,head=int8 (see serve)
+        minutes: time limit of the report; what would take longer is skipped and listed
         only: items of the report, like device,steps
-        resume: goes on with the file of an earlier run on this device, and measures what it lacks
-        json: the file of figures
+        resume: continue the file of an earlier run on this device, and measure what it lacks
+        json: write the results
         small: toy sizes, to try the command
     """
 
@@ -99,7 +99,7 @@ def _resumed(options: ReportOptions, report: Figures) -> Figures:
     if not options.resume:
         return report
     if options.json is None:
-        raise ValueError("--resume needs --json, the file to go on with")
+        raise ValueError("--resume needs --json, the file to continue")
     if not options.json.exists():
         return report
     earlier = files.read_json(options.json)
@@ -128,7 +128,7 @@ def all_items(bench: "Bench") -> dict[str, Item]:
         "attention": Item("Attention at the shapes of real models", 4.0, partial(kernels.attention, **how)),
         "anchored": Item("Attention of training", 1.0, partial(kernels.anchored, **how)),
         "products": Item("Products of experts", 1.0, partial(kernels.products, **how)),
-        "weights": Item("Products with quantised weights", 2.0, partial(quantised.weights, **how)),
+        "weights": Item("Products with quantized weights", 2.0, partial(quantised.weights, **how)),
     }
     for name in EXPERTS:
         items[name] = Item(f"Steps of {name}", 2.5, partial(steps.steps, bench, 1, 1024, name))

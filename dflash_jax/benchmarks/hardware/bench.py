@@ -41,7 +41,7 @@ class Bench:
     """A pair of models at a time, with random weights.
 
     Args:
-        quantize: what is quantised of the report's own pair.
+        quantize: what is quantized of the report's own pair.
         small: toy sizes, to try the command itself.
         loops: steps of a device call.
     """

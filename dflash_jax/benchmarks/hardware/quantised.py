@@ -1,4 +1,4 @@
-"""Products of a few rows with quantised weights: equal to float32, to the bit at every width, and how fast."""
+"""Products of a few rows with quantized weights: equal to float32, to the bit at every width, and how fast."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -219,7 +219,7 @@ def test_where_steps_read_prompts_by_themselves():
     assert replace(auto, deterministic=True).beside("gpu") is None
     assert replace(auto, prefill_budget=None).beside("gpu") is None
     assert replace(auto, prefill_budget=5).beside("cpu") == 5
-    for wrong, message in ((0, "prefill_budget must be at least 1"), (8, "exclude each other")):
+    for wrong, message in ((0, "prefill_budget must be at least 1"), (8, "cannot be combined")):
         with pytest.raises(ValueError, match=message):
             EngineConfig(prefill_budget=wrong, deterministic=wrong > 0)
 

@@ -114,7 +114,7 @@ def test_the_first_programs_answer_while_others_are_compiled(target, drafter):
     plain = tokens(Engine(target, None, slots=2, max_length=64))
     engine = Engine(target, drafter, plain=True, **given)
     engine.warm_up(first=True)
-    assert len(engine.batch.used) == 3  # a chunk of a prompt, the drafter's own block, and plain decoding
+    assert len(engine.batch.used) == 3  # a chunk of a prompt, the drafter's own block, and autoregressive decoding
     assert engine.left == len(engine.batch.calls.names) - 3 > 2
     assert engine.steps_by_block_size.keys() == {"1", "8"}
     thread = threading.Thread(target=engine.compile_rest)

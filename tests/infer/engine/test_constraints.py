@@ -104,7 +104,7 @@ def test_what_cannot_be_served_is_refused_before_it_starts(target):
         (
             {"constraint": regex("a"), "ignore_eos": True},
             "invalid_parameter",
-            "exclude each other",
+            "cannot be combined",
         ),
         ({"constraint": regex("a")}, "invalid_parameter", "needs eos_token_ids"),
         ({"constraint": json_schema({"not": {}}), "eos_token_ids": (END,)}, "unsupported_schema", "/not"),

@@ -20,7 +20,7 @@ def pair(pair_directory):
 
 
 def requests():
-    """Prompts of many lengths, some of which begin alike; greedy, sampled, filtered and penalised."""
+    """Prompts of many lengths, some of which begin alike; greedy, sampled, filtered and penalized."""
     tails = [[7, 7], [1, 2, 3], [9] * 20, [4], [50] * 17, [2]]
     prompts = [HEAD[: 24 - 4 * (i % 3)] + tail for i, tail in enumerate(tails)] + [[40], [3, 1, 4, 1, 5, 9, 2, 6]]
     given = [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 9, "top_p": 0.9}, {"presence_penalty": 0.7}]
@@ -29,7 +29,7 @@ def requests():
 
 @pytest.fixture(scope="module")
 def experts(pair, tmp_path_factory):
-    """The same drafter on a target whose tokens go to experts together with their neighbours'."""
+    """The same drafter on a target whose tokens go to experts together with their neighbors'."""
     raw = tiny.target_config(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"])
     folder = tiny.write_target(tmp_path_factory.mktemp("experts"), raw | tiny.FAMILIES["qwen3_moe"])
     return load_target(folder, dtype="bfloat16"), pair[1]

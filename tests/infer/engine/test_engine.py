@@ -72,7 +72,7 @@ def test_requests_without_speculation_between_others(target, drafter, block_size
         assert not request.max_block_size or set(done.acceptance_lengths) == {1}
     with pytest.raises(RequestError, match="plain=False"):
         Engine(target, drafter, slots=1, max_length=64).submit(asked[1])
-    with pytest.raises(ValueError, match="exclude each other"):
+    with pytest.raises(ValueError, match="cannot be combined"):
         Engine(target, drafter, plain=True, deterministic=True)
 
 

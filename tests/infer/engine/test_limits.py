@@ -75,7 +75,7 @@ def test_a_limit_that_is_not_served(target, drafter):
         fixed = Engine(target, drafter, max_length=64, **settings)
         ask(fixed, 8)
         for most in (1, 7):
-            with pytest.raises(RequestError, match=f"steps of block size {most} or less are not served"):
+            with pytest.raises(RequestError, match=f"blocks of {most} or less are not available"):
                 ask(fixed, most)
     ask(Engine(target, drafter, max_length=64, block_size="auto"), 1)
     ask(Engine(target, None, max_length=64), 1)

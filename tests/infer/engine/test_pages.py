@@ -167,7 +167,7 @@ def test_every_time_pages_are_asked_for_they_may_be_missing(directory, target, p
 
 
 def test_a_request_that_has_left_gives_its_pages_back(directory, target):
-    """Cancelled while it waits, is read and decodes."""
+    """Canceled while it waits, is read and decodes."""
     drafter = load_drafter(directory / "dflash", num_target_layers=4)
     engine, rng = Engine(target, drafter, cache_tokens=LENGTH + PAGE, tree=9, **SETTINGS), random.Random(1)
     asked = [request for request in requests(40) if request.params.constraint is None]
@@ -341,7 +341,7 @@ def test_who_only_waits_takes_nothing_away(directory, target):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("given", [{}, {"prefill_budget": 8}], ids=str)
 def test_no_page_leaks_in_ten_thousand_requests(given, directory, target):
-    """Prompts that begin alike, cancelled requests, too little memory for all rows."""
+    """Prompts that begin alike, canceled requests, too little memory for all rows."""
     rng, drafter = random.Random(0), load_drafter(directory / "dflash", num_target_layers=4)
     settings = SETTINGS | {"slots": 8, "cache_tokens": 3 * LENGTH, "prefix_chunks": 6} | given
     engine, left, done, live = Engine(target, drafter, **settings), 10_000, 0, set[int]()

@@ -1,4 +1,4 @@
-"""Engines with quantised weights: chunks of prompts, prefixes that are there, blocks and trees change no token."""
+"""Engines with quantized weights: chunks of prompts, prefixes that are there, blocks and trees change no token."""
 
 import pytest
 

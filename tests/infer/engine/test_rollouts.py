@@ -1,4 +1,4 @@
-"""Rollouts: log-probabilities are those of one teacher-forced pass, and samples those of plain decoding."""
+"""Rollouts: log-probabilities are those of one teacher-forced pass, and samples those of autoregressive decoding."""
 
 from dataclasses import replace
 
@@ -158,7 +158,7 @@ def test_what_cannot_be_served(target, drafter):
 
 @pytest.mark.slow
 def test_in_bfloat16_they_are_near(tmp_path):
-    """The pass that verified a token had other neighbours in its products: they differ by its rounding."""
+    """The pass that verified a token had other neighbors in its products: they differ by its rounding."""
     tiny.write_target(tmp_path / "target", tiny.target_config())
     tiny.write_drafter(tmp_path / "drafter", tiny.drafter_config())
     pair = load_target(tmp_path / "target", dtype="bfloat16"), load_drafter(tmp_path / "drafter", dtype="bfloat16")

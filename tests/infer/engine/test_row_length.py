@@ -40,5 +40,5 @@ def test_a_length_that_is_given_is_taken_or_refused():
     assert made(SCALED, 5, max_length=2048) == row_length(SCALED, 2048, LENGTH) == 2048
     assert row_length(UNKNOWN, 10**6, LENGTH) == 10**6
     for config, most in ((SCALED, 2048), (PLAIN, 640)):
-        with pytest.raises(ValueError, match=f"at most {most}, the positions of the target, got 2049"):
+        with pytest.raises(ValueError, match=f"at most {most}, the context length of the target, got 2049"):
             made(config, 5, max_length=2049)

@@ -17,7 +17,7 @@ LEAST = 9
 
 @pytest.fixture(scope="module")
 def engines(target, drafter):
-    """Plain decoding, a chain and a tree."""
+    """Autoregressive decoding, a chain and a tree."""
     made = lambda *drafters, **given: Engine(target, *drafters, slots=4, max_length=64, **given)
     return [made(None), made(drafter), made(drafter, tree=9)]
 

@@ -127,7 +127,7 @@ def test_requests_in_progress_go_on_with_the_new_weights(settings, targets, draf
         starts = [*(first for _, first in one.versions), len(one.token_ids)]
         assert starts[0] == 0
         for (version, first), end in zip(one.versions, starts[1:], strict=True):
-            # The same prefix, read as a prompt and an answer so far, and plain decoding of these weights.
+            # The same prefix, read as a prompt and an answer so far, and autoregressive decoding of these weights.
             (ticket,) = [alone[version % 2].submit(request)]
             row = alone[version % 2]._admission.waiting[0]
             row.completion.token_ids.extend(one.token_ids[:first])
@@ -244,7 +244,7 @@ def test_tensors_by_their_names_and_quantised_weights(quantize, directory, targe
     jax.tree.map(same, (engine.target.params, engine.drafter.params), tuple(model.params for model in of(1)))
     assert tokens(engine.generate(requests())) == expected
     given = jax.device_put(load_target(directory / "target0").params, jax.devices()[1])
-    engine.update(target=given)  # plain, to be quantised, and elsewhere
+    engine.update(target=given)  # plain, to be quantized, and elsewhere
     jax.tree.map(same, engine.target.params, of(0)[0].params)
     compiled.clear()
     engine.update(target=given)
@@ -292,7 +292,7 @@ def test_requests_that_gave_back_their_memory_end_first(targets, drafters, monke
 
 def test_new_weights_are_in_use_as_soon_as_nothing_is_in_progress(targets, drafters):
     engine = warm(targets[0], drafters[0])
-    for end in ("ends", "is cancelled"):
+    for end in ("ends", "is canceled"):
         tickets, done = in_progress(engine, requests(1), 1)
         version = engine.update(target=targets[1])
         assert engine.weights.version == version - 1

@@ -203,7 +203,7 @@ def test_keys_of_the_options_or_of_the_environment(monkeypatch):
     assert options().keys == ("one", "two")
     assert options("--api-key", "a", "--api-key", "b").keys == ("a", "b")
     monkeypatch.setenv("DFLASH_API_KEY", "one,")
-    with pytest.raises(ValueError, match="the key is empty"):
+    with pytest.raises(ValueError, match="the API key is empty"):
         options().check("127.0.0.1")
 
 

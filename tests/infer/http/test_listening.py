@@ -31,7 +31,7 @@ def test_a_key_is_needed_where_others_can_connect(capsys, monkeypatch):
     monkeypatch.delenv("DFLASH_API_KEY", raising=False)
     for arguments, problem in (
         (["--http", "0.0.0.0:0"], "--allow-unauthenticated"),
-        (["--http", "127.0.0.1:0", "--api-key", ""], "the key is empty"),
+        (["--http", "127.0.0.1:0", "--api-key", ""], "the API key is empty"),
         (["--http", "127.0.0.1:0", "--max-request-bytes", "-5"], "--max-request-bytes must be at least 1"),
     ):
         assert serve.main(arguments) == 2

@@ -132,7 +132,7 @@ def test_programs_that_cannot_be_compiled_are_done_without(caplog):
     ask(worker)
     assert engine.ended.wait(10)
     worker.stop()
-    assert "goes on without them" in caplog.text
+    assert "continues without them" in caplog.text
     assert engine.told == ["begun", "ended"]
 
 

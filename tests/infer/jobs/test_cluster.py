@@ -91,7 +91,7 @@ def test_a_job_goes_on_with_or_without_ray(pair, tmp_path, cluster, capsys):
     for again in (command, ray_command):
         output.write_text("".join(output.read_text().splitlines(keepends=True)[:3]) + '{"id": "r')
         assert serve.main(again) == 0
-        assert "3 lines are done, 3 left" in capsys.readouterr().err
+        assert "3 lines done, 3 left" in capsys.readouterr().err
         assert jobs.records(output) == expected
 
 

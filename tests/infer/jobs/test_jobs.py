@@ -32,7 +32,7 @@ def test_a_job_continues_where_its_output_ends(pair, tmp_path, capsys):
         assert records(output) == whole
         assert len(output.read_text().splitlines()) == len(whole)
     assert serve.main(command(pair, source, output)) == 1  # nothing left
-    assert "8 lines are done, 0 left" in capsys.readouterr().err
+    assert "8 lines done, 0 left" in capsys.readouterr().err
     assert serve.main(command(pair, source, output, "--temperature", "0.5")) == 2
     assert "temperature 0.0, now 0.5" in capsys.readouterr().err
     assert serve.main(command(pair, source, output, "--temperature", "0.5", "--force")) == 1
@@ -42,7 +42,7 @@ def test_a_job_continues_where_its_output_ends(pair, tmp_path, capsys):
     assert "damaged in line 1" in capsys.readouterr().err
     output.write_text("".join(text) + text[0])
     assert serve.main(command(pair, source, output)) == 2
-    assert "there twice" in capsys.readouterr().err
+    assert "appears twice" in capsys.readouterr().err
     output.write_text("".join(text))
     write(tmp_path / "in.jsonl", ROWS[1:])
     assert serve.main(command(pair, source, output)) == 2
@@ -57,7 +57,7 @@ def test_processes_share_a_job(pair, tmp_path, capsys):
     assert serve.main(command(pair, source, tmp_path / "whole.jsonl", "--ordered")) == 1
     shared = lambda share, *more: serve.main(command(pair, source, output, "--processes", share, *more))
     assert shared("1/2") == 1  # of r1, r3, r5 and the bad line
-    assert "the job is when the others are" in capsys.readouterr().err
+    assert "the job ends with the last one" in capsys.readouterr().err
     assert not output.exists()
     part = tmp_path / "out.jsonl.part-1-of-2"
     assert list(records(part)) == ["bad", "r1", "r3", "r5"]
@@ -138,7 +138,7 @@ def test_an_interrupt_finishes_what_is_in_progress(pair, tmp_path, monkeypatch, 
     assert serve.main(command(pair, source, output, "--batch-size", "2")) == 130
     found = records(output)
     assert 2 <= len(found) <= 3  # the row beside it, but no new one
-    assert "lines are left" in capsys.readouterr().err
+    assert "left, with which the same command continues" in capsys.readouterr().err
     monkeypatch.setattr(Journal, "append", append)
     assert serve.main(command(pair, source, output, "--batch-size", "2")) == 0
     assert records(output) == records(tmp_path / "whole.jsonl")

@@ -285,4 +285,4 @@ def test_a_command_shows_that_the_disk_is_full(tmp_path):
     done = subprocess.run(run, capture_output=True, text=True)
     assert done.returncode == 3
     assert "no space left for" in done.stderr
-    assert "the job goes on" in done.stderr
+    assert "the job continues" in done.stderr
