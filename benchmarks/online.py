@@ -68,8 +68,9 @@ def run(options: argparse.Namespace, pair: Pair, seed: int) -> np.ndarray:
     sampling = SamplingParams(options.tokens, 1.0, eos_token_ids=ends)
     for step in range(options.steps):
         prompts = [every[i] for i in rng.choice(len(every), options.prompts, replace=False)]
-        how = {"step": 1000 * seed + step, "width": WIDTH}
-        ours, theirs = (rollouts(one, prompts, SAMPLES, sampling, **how) for one in (pair.learning, pair.frozen))
+        place = 1000 * seed + step
+        both = pair.learning, pair.frozen
+        ours, theirs = (rollouts(one, prompts, SAMPLES, sampling, step=place, width=WIDTH) for one in both)
         np.testing.assert_array_equal(ours.tokens, theirs.tokens)
         answered = (ours.lengths - ours.prompt_lengths).astype(np.float32)
         groups = -answered.reshape(-1, SAMPLES)

@@ -139,8 +139,8 @@ class ServeOptions:
     """Options of `python -m dflash_jax.serve`.
 
     Attributes:
-        input: prompts, one JSON object per line: files or globs, plain, .gz or .zst, or rows of Parquet files (extra
-            `parquet`) or of hf://OWNER/NAME[/CONFIG][:SPLIT] (extra `datasets`); - reads standard input
+        input: prompts, one JSON object per line: files or globs, plain, .gz or .zst, or rows of Parquet files (with the
+            extra `parquet`) or of hf://OWNER/NAME[/CONFIG][:SPLIT] (extra `datasets`); - reads standard input
         prompt: answer one prompt, and stream the answer to the terminal
         http: serve the OpenAI-compatible HTTP API (needs the extra `server`)
         output: answers, one JSON object per line, written as requests finish (needs --input); an existing file is

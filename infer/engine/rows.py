@@ -114,9 +114,11 @@ class ActiveRequest:
             assert scores is not None
             completion.logprobs.extend(scores.chosen[at].tolist())
             completion.sampled_logprobs.extend([] if scores.sampled is None else scores.sampled[at].tolist())
-            completion.top_logprobs.extend(_pairs(scores.ids, scores.top, at, request.params.logprobs))
-            found = _pairs(scores.sampled_ids, scores.sampled_top, at, request.params.logprobs)
-            completion.sampled_top_logprobs.extend([pair for pair in pairs if pair[1] > -np.inf] for pairs in found)
+            count = request.params.logprobs
+            completion.top_logprobs.extend(_pairs(scores.ids[at].tolist(), scores.top[at].tolist(), count))
+            if scores.sampled_ids is not None and scores.sampled_top is not None:
+                found = _pairs(scores.sampled_ids[at].tolist(), scores.sampled_top[at].tolist(), count)
+                completion.sampled_top_logprobs.extend([pair for pair in pairs if pair[1] > -np.inf] for pairs in found)
         if request.find_stop and (keep := request.find_stop(completion.token_ids, len(tokens))) is not None:
             scores = completion.logprobs, completion.sampled_logprobs
             for tokenwise in (completion.token_ids, *scores, completion.top_logprobs, completion.sampled_top_logprobs):
@@ -129,9 +131,6 @@ class ActiveRequest:
         return len(completion.token_ids) - before
 
 
-def _pairs(ids: Any, values: Any, at: Any, count: int) -> list[list[tuple[int, float]]]:
-    """The first tokens of each position of an index, with their values; nothing where there are none."""
-    if ids is None:
-        return []
-    both = zip(ids[at].tolist(), values[at].tolist(), strict=True)
-    return [list(zip(*pair, strict=True))[:count] for pair in both]
+def _pairs(ids: list[list[int]], values: list[list[float]], count: int) -> list[list[tuple[int, float]]]:
+    """The first tokens of each position, with their values."""
+    return [list(zip(*both, strict=True))[:count] for both in zip(ids, values, strict=True)]
