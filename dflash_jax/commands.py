@@ -56,8 +56,9 @@ class BatchOptions(ServeOptions):
     """Options of `dflash-jax batch`.
 
     Attributes:
-        input: prompts, one JSON object per line: files or globs, plain, .gz or .zst, or rows of Parquet files (with the
-            extra `parquet`) or of hf://OWNER/NAME[/CONFIG][:SPLIT] (extra `datasets`); - reads standard input
+        input: prompts, one JSON object per line: files or globs, plain, .gz or .zst; or rows of Parquet files (needs
+            the extra `parquet`) or of a dataset, hf://OWNER/NAME[/CONFIG][:SPLIT] (needs the extra `datasets`); - reads
+            standard input
     """
 
     input: Annotated[Positional[tuple[str, ...]], arg(metavar="FILE.jsonl", help_behavior_hint="(required)")] = field()

@@ -80,7 +80,9 @@ def parse(
         words = [HELP[1] if word == HELP_ALL else word for word in words]
     elif common and set(HELP) & set(words):
         options = without(options, lambda name: name not in common)
-        more = f"{HELP_ALL} shows all options. Also understood: {_other_names(flags(options))}"
+        if (asked := _asked(options, words)) is not None:
+            others = _other_names(flags(asked))
+            more = f"{HELP_ALL} shows all options.{f' Also understood: {others}' if others else ''}"
     config = (
         tyro.conf.OmitArgPrefixes,
         tyro.conf.OmitSubcommandPrefixes,
@@ -109,6 +111,13 @@ def _known_name(word: str, known: Collection[str]) -> str:
     name, equals, value = word.partition("=")
     ours = ALIASES.get(name)
     return word if ours is None or name in known or ours not in known else ours + equals + value
+
+
+def _asked(options: Options, words: Sequence[str]) -> Options | None:
+    """The dataclass of options, or the subcommand of a union that the words begin with, if any."""
+    if dataclasses.is_dataclass(options):
+        return options
+    return next((part for part in get_args(options) if get_args(part)[1].name == words[0]), None)
 
 
 def _other_names(known: Collection[str]) -> str:

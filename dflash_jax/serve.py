@@ -139,8 +139,9 @@ class ServeOptions:
     """Options of `python -m dflash_jax.serve`.
 
     Attributes:
-        input: prompts, one JSON object per line: files or globs, plain, .gz or .zst, or rows of Parquet files (with the
-            extra `parquet`) or of hf://OWNER/NAME[/CONFIG][:SPLIT] (extra `datasets`); - reads standard input
+        input: prompts, one JSON object per line: files or globs, plain, .gz or .zst; or rows of Parquet files (needs
+            the extra `parquet`) or of a dataset, hf://OWNER/NAME[/CONFIG][:SPLIT] (needs the extra `datasets`); - reads
+            standard input
         prompt: answer one prompt, and stream the answer to the terminal
         http: serve the OpenAI-compatible HTTP API (needs the extra `server`)
         output: answers, one JSON object per line, written as requests finish (needs --input); an existing file is
@@ -246,7 +247,7 @@ def _run(options: ServeOptions) -> int:
 def _without_effect(options: ServeOptions) -> Iterator[tuple[str, str]]:
     """Flags that were given and change nothing, each with the reason."""
 
-    def given(options: Any, default: Any, names: Iterable[str]) -> Iterator[str]:
+    def given(options: object, default: object, names: Iterable[str]) -> Iterator[str]:
         return (flag(name) for name in names if getattr(options, name) != getattr(default, name))
 
     job = given(options, ServeOptions(), ("force", "stats_interval", *ROWS, "processes"))

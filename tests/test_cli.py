@@ -98,6 +98,13 @@ def test_the_short_help_shows_what_matters(command, capsys):
     assert "(default: )" not in short
 
 
+def test_the_help_of_a_subcommand_has_its_own_names(capsys):
+    for stage, shown in ("fit", True), ("export", False):
+        with pytest.raises(SystemExit):
+            commands.main(["train", stage, "--help"])
+        assert ("--lr (--learning-rate)" in capsys.readouterr().out) == shown
+
+
 @pytest.mark.parametrize(
     "module",
     [cli, serve, serve_http, terminal, answering, replay_job, measuring, training],

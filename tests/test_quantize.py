@@ -250,7 +250,10 @@ def test_the_format_of_a_module(given, module, expected):
             r"weight_block_size \[128, 128\] or null, got \[1, 128\]",
         ),
         ({"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e5m2"}, "must say e4m3"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "'NVFP4_AWQ' is not supported; it supports FP8"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
+            "'NVFP4_AWQ' of ModelOpt is not supported; supported are FP8",
+        ),
         ({"quant_method": "awq", "version": "gemv"}, "must say bits 4, version gemm"),
         ({"quant_method": "awq", "group_size": 0}, "group_size must be a positive number, got 0"),
         ({"quant_method": "gptq", "bits": 3}, "must say bits 4"),

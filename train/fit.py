@@ -56,7 +56,7 @@ def ahead(run: Run) -> str:
     epochs = left * config.batch_size / run.packing.rows_of_an_epoch
     return (
         f"{f'{done:,} of {run.steps:,} steps are done; ' if done else ''}"
-        f"{left:,} optimizer steps of {config.batch_size} rows of {config.length:,} tokens: "
+        f"{left:,} optimizer steps of {config.batch_size} sequences of {config.length:,} tokens: "
         f"{left * config.batch_size * config.length:,} tokens, {epochs:.3g} epochs"
     )
 

@@ -54,10 +54,7 @@ def prepare(options: DataOptions, overrides: dict[str, Any]) -> Prepared:
         started, raw, given = _started(options, given)
     config = make_config(given)
     if others := ", ".join(name for name in given if name not in config.named()):
-        print(
-            f"note: {others} have no effect: a {config.drafter} drafter has no such settings",
-            file=sys.stderr,
-        )
+        print(f"note: without effect for a {config.drafter} drafter: {others}", file=sys.stderr)
     mesh = choose_mesh(options.mesh, training=True)
     if "drafter" in options.quantize:
         raise ValueError("training keeps the drafter in float32; leave drafter=... out of --quantize")

@@ -242,7 +242,15 @@ def test_unusable_arguments_exit_2(place, tmp_path, capsys):
     tiny.write_drafter(tmp_path / "d", tiny.drafter_config())
     cases = {
         "nothing to train on": ["fit", *models, *data, "--output", str(tmp_path / "run")],
-        "does not have the settings markov_rank": ["fit", *models, *data, "--output", "x", "--markov-rank", "8"],
+        "without effect for a dflash drafter: markov_rank": [
+            "fit",
+            *models,
+            *data,
+            "--output",
+            "x",
+            "--markov-rank",
+            "8",
+        ],
         "unknown settings": ["fit", *models, *data, "--output", "x", "--config", str(tmp_path / "c.yaml")],
         "No such file": ["fit", *models, "--data", str(tmp_path / "gone"), "--output", "x"],
         "drafter.json": ["export", "--run", str(tmp_path), "--output", str(tmp_path / "new")],
