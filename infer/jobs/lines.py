@@ -217,7 +217,7 @@ def asks(row: Row) -> tuple[int | None, bool]:
         return None, False
 
 
-def _parse_json(raw: bytes) -> Fields:
+def _parse_json(raw: bytes) -> Json:
     try:
         row = json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
