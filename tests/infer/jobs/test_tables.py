@@ -47,6 +47,18 @@ def test_rows_are_lines_without_nulls(tmp_path, name):
     assert read([source, str(tmp_path / "b.jsonl")])[-2:] == [found[-1], {"id": "last"}]
 
 
+def test_a_large_row_group_is_not_in_memory(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [{"id": i, "prompt": rng.bytes(500).hex()} for i in range(20_000)]
+    source, before = table(tmp_path / "a.parquet", rows), pa.total_allocated_bytes()
+    assert pq.ParquetFile(source).num_row_groups == 1
+    most, size = 0, Path(source).stat().st_size
+    for count, _ in enumerate(tables.parquet_lines(source), 1):
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert count == len(rows)
+    assert most < size / 3
+
+
 def test_what_json_cannot_hold(tmp_path):
     day = datetime.date(2024, 5, 6)
     assert read([table(tmp_path / "a.parquet", [{"day": day, "é": "ü\n"}])]) == [{"day": "2024-05-06", "é": "ü\n"}]
