@@ -275,7 +275,7 @@ def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
     from dflash_jax.infer.jobs.answering import job_settings
     from dflash_jax.infer.jobs.batch_job import Job, JobFiles
     from dflash_jax.infer.jobs.job_input import JobInput
-    from dflash_jax.infer.jobs.tables import SUFFIX
+    from dflash_jax.infer.jobs.tables import HUB, SUFFIX
 
     share, summary = _share(options.processes), Path(options.summary) if options.summary else None
     check_least(options, max_errors=0)
@@ -286,7 +286,8 @@ def _serve(options: ServeOptions, sources: Sequence[str]) -> int:
     files.check()
     options = replace(options, generation=_measured(options.generation))
     target, backend = _answering(options)
-    with reading(Path(sources[0])) if len(sources) == 1 else contextlib.nullcontext():
+    one = len(sources) == 1 and not sources[0].startswith(HUB)
+    with reading(Path(sources[0])) if one else contextlib.nullcontext():
         how = {"keep_rows": INPUT in (options.fields or ()), "prompt_column": options.prompt_column}
         lines = JobInput(sources, target.text, target.defaults, files.not_input, **how)
     engine, drafter = options.engine, None if options.no_speculation else pair_sources(options.models)[1]

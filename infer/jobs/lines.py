@@ -129,19 +129,18 @@ class Row:
 
 def read_row(raw: bytes, index: int) -> Row:
     """Reads one input line as far as it needs no tokenizer."""
-    row = Row(index, str(index), digest=hashlib.sha256(raw.strip()).digest())
+    digest, fields = hashlib.sha256(raw.strip()).digest(), None
     try:
         fields = _parse_json(raw)
         name = "custom_id" if "custom_id" in fields else "id"
-        row = replace(row, fields=fields, is_batch=False)
-        given = fields.get(name, row.id)
+        given = fields.get(name, str(index))
         if not isinstance(given, str | int) or isinstance(given, bool):
             raise RequestError("invalid_request", f"{name} must be a string or an integer, got {given!r:.80}")
         if isinstance(given, str):
             given = valid_text(given)
-        return replace(row, id=given, named=name in fields, is_batch=name == "custom_id")
+        return Row(index, given, name in fields, name == "custom_id", fields, None, digest)
     except Exception as error:  # whatever a line provokes is its own fault, and stops no other
-        return replace(row, error=refusal(error))
+        return Row(index, str(index), fields=fields, error=refusal(error), digest=digest)
 
 
 def line_of(
@@ -218,7 +217,7 @@ def asks(row: Row) -> tuple[int | None, bool]:
         return None, False
 
 
-def _parse_json(raw: bytes) -> Fields:
+def _parse_json(raw: bytes) -> Json:
     try:
         row = json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:

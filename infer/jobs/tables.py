@@ -54,7 +54,7 @@ def parquet_lines(path: str) -> Iterator[bytes]:
     check_arrow()
     from pyarrow.parquet import ParquetFile
 
-    with reading(Path(path)), ParquetFile(path, buffer_size=BUFFER) as file:
+    with reading(Path(path)), ParquetFile(path, buffer_size=BUFFER, pre_buffer=False) as file:
         for batch in file.iter_batches(BATCH):
             yield from map(_line, batch.to_pylist())
 

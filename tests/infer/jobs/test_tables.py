@@ -47,6 +47,16 @@ def test_rows_are_lines_without_nulls(tmp_path, name):
     assert read([source, str(tmp_path / "b.jsonl")])[-2:] == [found[-1], {"id": "last"}]
 
 
+def test_a_large_row_group_is_not_in_memory(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [{"id": i, "prompt": rng.bytes(500).hex()} for i in range(20_000)]
+    source, before = table(tmp_path / "a.parquet", rows), pa.total_allocated_bytes()
+    assert pq.ParquetFile(source).num_row_groups == 1
+    used = [pa.total_allocated_bytes() - before for _ in tables.parquet_lines(source)]
+    assert len(used) == len(rows)
+    assert max(used) < Path(source).stat().st_size / 3
+
+
 def test_what_json_cannot_hold(tmp_path):
     day = datetime.date(2024, 5, 6)
     assert read([table(tmp_path / "a.parquet", [{"day": day, "é": "ü\n"}])]) == [{"day": "2024-05-06", "é": "ü\n"}]
