@@ -20,7 +20,7 @@ from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.params import MOST_ALTERNATIVES
 from dflash_jax.mesh import entered, rows_of
 from dflash_jax.models.attention import Inputs
-from dflash_jax.sharding import pin
+from dflash_jax.sharding import pin, settled
 
 SHORT = 64  # tokens of a prompt that needs no more than a short chunk
 
@@ -33,6 +33,21 @@ class Scores(NamedTuple):
     top: list[list[tuple[int, float]]]
 
 
+def chunk_of(engine: Engine, prompt: Sequence[int]) -> int:
+    """Tokens of a chunk in which this prompt is read; each size is a program."""
+    chunk = min(engine.config.prefill_chunk, engine.max_length)
+    return min(chunk, SHORT) if len(prompt) <= SHORT else chunk
+
+
+def compile_scores(engine: Engine, chunk: int) -> None:
+    """Compiles the program that reads such chunks, if it is not yet; other threads may use the engine meanwhile."""
+    target, rows = engine.target, rows_of(engine.target.mesh)
+    tokens, counts = np.zeros((rows, chunk), np.int32), np.zeros(rows, np.int32)
+    cache = _cache(engine, chunk)
+    with entered(target.mesh):
+        _read.lower(target, cache, tokens, tokens, counts, counts).compile()
+
+
 def read_scores(engine: Engine, prompt: Sequence[int]) -> Generator[None, None, Scores]:
     """Reads a prompt with the target of an engine; pauses after each chunk, so that the engine can make a step.
 
@@ -40,10 +55,8 @@ def read_scores(engine: Engine, prompt: Sequence[int]) -> Generator[None, None, 
         prompt: no longer than `engine.max_length`.
     """
     target, found = engine.target, Scores([], [])
-    rows, chunk = rows_of(target.mesh), min(engine.config.prefill_chunk, engine.max_length)
-    chunk = min(chunk, SHORT) if len(prompt) <= SHORT else chunk  # a second program, if there are both
-    with entered(target.mesh):
-        cache = _empty(target, rows, engine.max_length, chunk)
+    rows, chunk = rows_of(target.mesh), chunk_of(engine, prompt)
+    cache = _cache(engine, chunk)
     for start in range(0, len(prompt) - 1, chunk):
         tokens, following = np.zeros((rows, chunk), np.int32), np.zeros((rows, chunk), np.int32)
         lengths, counts = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
@@ -58,6 +71,15 @@ def read_scores(engine: Engine, prompt: Sequence[int]) -> Generator[None, None, 
         found.top.extend([*zip(*one, strict=True)] for one in zip(ids, top, strict=True))
         yield
     return found
+
+
+def _cache(engine: Engine, chunk: int) -> Cache:
+    """An empty one; where there is no mesh, bound to the device as those of later chunks are, which one program serves
+    then."""
+    target = engine.target
+    with entered(target.mesh):
+        cache = _empty(target, rows_of(target.mesh), engine.max_length, chunk)
+    return settled(cache) if target.mesh is None else cache
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))

@@ -8,13 +8,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
 from dflash_jax.infer.engine.chooser import Draft
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.requests import Completion, Request
-from dflash_jax.infer.engine.scoring import Scores, read_scores
+from dflash_jax.infer.engine.scoring import Scores, chunk_of, compile_scores, read_scores
 from dflash_jax.infer.http.figures import Figures, StatusLine
 
 _log = logging.getLogger("dflash_jax")
@@ -79,6 +80,8 @@ class Worker:
         self._listeners: dict[int, Callable[[Progress | Exception], None]] = {}
         self._accompanied: set[int] = set()
         self._scoring: deque[Scoring] = deque()
+        self._scorable: set[int] = set()  # chunks for which there is a program
+        self._preparing = ThreadPoolExecutor(1, "compile-scores")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._compiling = threading.Thread(target=self._compile, name="compile", daemon=True)
         self._compiled: float | None = None  # since when programs wait to be timed
@@ -191,7 +194,8 @@ class Worker:
             self._inbox.put(cancel)
 
     async def score(self, prompts: Sequence[Sequence[int]]) -> list[Scores]:
-        """Log-probabilities of the tokens of prompts (see `engine.scoring`), each read beside the requests in progress.
+        """Log-probabilities of the tokens of prompts (see `engine.scoring`), each read beside the requests in progress,
+        which go on while its program is compiled, too.
 
         Raises:
             Exception: the engine has failed, or fails at this.
@@ -218,6 +222,9 @@ class Worker:
             self._inbox.put(begin)
             return future
 
+        for chunk in {chunk_of(self.engine, prompt) for prompt in prompts} - self._scorable:
+            await loop.run_in_executor(self._preparing, compile_scores, self.engine, chunk)
+            self._scorable.add(chunk)
         return await asyncio.gather(*map(one, prompts))
 
     def _score(self) -> None:

@@ -1,10 +1,13 @@
 """Log-probabilities of prompts: the target's own, as transformers has them."""
 
+import threading
+
+import jax
 import numpy as np
 import pytest
 
 from dflash_jax import Engine, load_target
-from dflash_jax.infer.engine.scoring import read_scores
+from dflash_jax.infer.engine.scoring import chunk_of, compile_scores, read_scores
 from dflash_jax.mesh import make_mesh, parse_mesh
 from tests import tiny
 
@@ -49,6 +52,23 @@ def test_scores_are_those_of_transformers(directory, expected, mesh):
         assert len(ids) == 20
         assert ids[0] == of_all.argmax()
         np.testing.assert_allclose(values, np.sort(of_all)[::-1][:20], atol=2e-5)
+
+
+@pytest.mark.parametrize("mesh", [None, "data=4,model=2"])
+def test_what_is_compiled_in_another_thread_is_not_compiled_again(directory, mesh):
+    target = load_target(directory, mesh=mesh and make_mesh(parse_mesh(mesh)))
+    engine, compiled = Engine(target, None, slots=4, max_length=96, prefill_chunk=24), []
+    listen = lambda event, _, fun_name="", **__: compiled.append(fun_name) if "backend_compile" in event else None
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        thread = threading.Thread(target=compile_scores, args=(engine, chunk_of(engine, PROMPT)))
+        thread.start()
+        thread.join()
+        assert compiled.count("jit(_read)") == 1
+        scores(engine)  # several chunks
+        assert compiled.count("jit(_read)") == 1
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_scores_are_those_of_generated_tokens(directory):

@@ -1,6 +1,7 @@
 """Lists of prompts, and completions that begin with their prompt, as evaluations ask for them."""
 
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -145,6 +146,26 @@ def test_an_echo_without_log_probabilities(ask):
 )
 def test_what_is_refused(ask, body):
     assert ask(400, prompt="abc", **body)["type"] == "invalid_request_error"
+
+
+def test_others_are_answered_while_the_program_is_compiled(ask, worker, monkeypatch):
+    compiling, go_on, scored = threading.Event(), threading.Event(), []
+
+    def slow(engine, chunk):
+        compiling.set()
+        assert go_on.wait(300)
+
+    monkeypatch.setattr("dflash_jax.infer.http.worker.compile_scores", slow)
+    monkeypatch.setattr(worker, "_scorable", set())
+    body = {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 0}
+    waiting = threading.Thread(target=lambda: scored.append(ask(**body)))
+    waiting.start()
+    assert compiling.wait(300)
+    assert ask(prompt="abc")["usage"]["completion_tokens"] == 8
+    assert not scored
+    go_on.set()
+    waiting.join()
+    assert scored[0]["choices"][0]["text"] == "abc"
 
 
 def test_a_prompt_that_cannot_be_scored_fails_alone(ask, monkeypatch):
