@@ -119,7 +119,7 @@ def _train(run: Run, logs: Sequence[Log]) -> None:
 
         def report(step: int, metrics: Metrics) -> None:
             shown = [f"{name} {metrics[k]:{how}}" for k, (name, how) in SHOWN.items() if metrics.get(k)]
-            if rate := metrics.get("steps_per_second"):
+            if (rate := metrics.get("steps_per_second")) and step < run.steps:
                 shown.insert(0, f"{duration((run.steps - step) / rate)} left")
             bar.set_postfix_str(" ".join(shown), refresh=False)
             bar.update(step - bar.n)
