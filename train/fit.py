@@ -113,15 +113,18 @@ def _logs(options: FitOptions, config: TrainConfig) -> Iterator[list[Log]]:
 
 def _train(run: Run, logs: Sequence[Log]) -> None:
     """Trains to the end, with a progress bar. What is left is told from the steps after the first, which compiles."""
-    with progress_bar(run.steps, "step", done=int(run.state.step), estimate=False) as bar:
+    begun = int(run.state.step)
+    with progress_bar(run.steps, "step", done=begun, estimate=False) as bar:
         bar.set_postfix_str("compiling")
 
         def report(step: int, metrics: Metrics) -> None:
             shown = [f"{name} {metrics[k]:{how}}" for k, (name, how) in SHOWN.items() if metrics.get(k)]
-            if rate := metrics.get("steps_per_second"):
+            if (rate := metrics.get("steps_per_second")) and step < run.steps:
                 shown.insert(0, f"{duration((run.steps - step) / rate)} left")
             bar.set_postfix_str(" ".join(shown), refresh=False)
             bar.update(step - bar.n)
+            if step == begun + 2:
+                bar.refresh()  # the first that knows how long is left
             values = {name: value for name, value in metrics.items() if isinstance(value, float)}
             for log in logs:
                 log(step, values)
