@@ -67,7 +67,7 @@ def _memory_maps():
     return len(maps.read_bytes().splitlines()) if maps.exists() else math.inf
 
 
-PARTS = 5  # of which .ci/run takes one
+PARTS = 8  # of which .ci/run takes one
 
 
 @pytest.hookimpl(trylast=True)  # of the tests that were asked for
