@@ -8,7 +8,7 @@ import numpy as np
 
 from dflash_jax.infer.engine.admission import Admission
 from dflash_jax.infer.engine.calls import Beside
-from dflash_jax.infer.engine.drafts import Drafts
+from dflash_jax.infer.engine.drafts import PLAIN, Drafts
 from dflash_jax.infer.engine.memory import Memory
 from dflash_jax.infer.engine.pacing import NextVisit, Pacing
 from dflash_jax.infer.engine.reading import Reading
@@ -100,6 +100,8 @@ class Decoding:
         seconds = self._pacing.visited(visit.begin, end, steps, timed=timed) if steps else 0.0
         self._stats.decode_seconds += seconds
         self._stats.steps += steps
+        if visit.chooser is None and visit.draft == PLAIN:
+            self._drafts.limited_steps += steps
         self._reading.beside(visit, trace, steps)
         committed = np.arange(trace.tokens.shape[2]) < trace.count[:, :, None]
         proposed = self._drafts.proposed(visit.draft) if self._drafts.drafter else None

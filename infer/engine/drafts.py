@@ -35,6 +35,7 @@ class Drafts:
         programs: what `Slots.decode` may be asked for.
         first: those of them that serve every request without a choice among several.
         choosers: by rows of a program; none before `measured`, nor without a choice.
+        limited_steps: taken without speculation, where there is no choice, because a request asked for it.
 
     Raises:
         ValueError: a block size that the drafter was not trained for.
@@ -74,6 +75,7 @@ class Drafts:
         usual = self.program(self._usual)
         self.first = tuple(draft for draft in self.programs if draft in (usual, PLAIN))
         self.choosers: dict[int, Chooser[Draft]] = {}
+        self.limited_steps = 0
         self._limited: dict[tuple[int, tuple[Draft, ...]], Chooser[Draft]] = {}  # for requests that have a limit
 
     def program(self, draft: Draft) -> Draft:
@@ -179,5 +181,7 @@ class Drafts:
 
     def used(self, steps: int) -> dict[str, int]:
         """How many of the engine's `steps` were taken with each draft, by its label."""
-        used = [chooser.used for chooser in self.choosers.values()] or [{self._usual: steps}]
+        alone = {self._usual: steps - self.limited_steps}
+        alone |= {Draft(1): self.limited_steps} if self.limited_steps else {}
+        used = [chooser.used for chooser in self.choosers.values()] or [alone]
         return {draft.label: sum(counts[draft] for counts in used) for draft in used[0]}

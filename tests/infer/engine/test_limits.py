@@ -52,6 +52,10 @@ def test_the_least_limit_of_the_rows_holds(target, drafter):
     limits = [None, 8, 4, 1]
     engine.generate([replace(request, max_block_size=most) for request, most in zip(asked, limits, strict=True)])
     assert set(seen) == {(None, 8), (8, 8), (4, 0), (1, 0)}
+    used = engine.steps_by_block_size
+    assert list(used) == ["8", "1"]
+    assert min(used.values()) > 0
+    assert sum(used.values()) == engine.stats.steps
 
 
 def test_what_is_chosen_within_a_limit(drafter):
