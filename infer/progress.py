@@ -113,7 +113,7 @@ def progress_bar(total: int, unit: str, *, in_logs: bool = True) -> "tqdm":
 def engine_rates(engine: "Engine", stats: "Stats | None" = None) -> str:
     """Tokens per second and tau so far, for a progress bar. `stats`: instead of the engine's own."""
     stats = stats or engine.stats
-    if not stats.row_steps or not stats.decode_seconds:  # steps may have advanced no row
+    if not stats.row_steps or not stats.decode_seconds:  # not counted yet
         return ""
     rate = f"{stats.tokens_per_second:.0f} tok/s"
     return f"{rate} tau {stats.tau:.2f}" if engine.drafter else rate
