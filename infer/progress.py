@@ -132,7 +132,7 @@ def duration(seconds: float) -> str:
 def engine_rates(engine: "Engine", stats: "Stats | None" = None) -> str:
     """Tokens per second and tau so far, for a progress bar. `stats`: instead of the engine's own."""
     stats = stats or engine.stats
-    if not stats.steps:
+    if not stats.row_steps or not stats.decode_seconds:  # not counted yet
         return ""
     rate = f"{stats.tokens_per_second:.0f} tok/s"
     return f"{rate} tau {stats.tau:.2f}" if engine.drafter else rate
