@@ -123,7 +123,6 @@ def test_answers_are_those_of_the_library_and_of_no_speculation(pair, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_lines_that_are_longer_than_the_sample(pair, tmp_path, monkeypatch, capsys):
     """They, and conversations that become longer, are answered as if all had been known."""
     monkeypatch.setattr("dflash_jax.infer.jobs.sample.FIRST", 2)
