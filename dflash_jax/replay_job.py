@@ -76,9 +76,11 @@ def _replayed(options: ReplayOptions) -> int:
     from dflash_jax.infer.jobs.job_input import JobInput
     from dflash_jax.infer.jobs.journal import settings_path
     from dflash_jax.infer.jobs.records import record_id
+    from dflash_jax.infer.jobs.tables import is_parquet
     from dflash_jax.loading import load
 
-    path = Path(options.answers)
+    table = Path(options.answers)
+    path = table.with_name(f"{table.name}.jsonl") if is_parquet(options.answers) else table
     settings = read_json(settings_path(path))
     if missing := [
         name for name in ("target_fingerprint", "input_fingerprint", "stop_token_ids") if name not in settings
@@ -89,7 +91,7 @@ def _replayed(options: ReplayOptions) -> int:
     if target.directory and fingerprint(target.directory) != settings["target_fingerprint"]:
         raise ValueError(f"{path} was made with another target, {settings.get('target')!s:.200}")
     defaults = replace(loaded.defaults, stop_token_ids=(), eos_token_ids=tuple(settings["stop_token_ids"]))
-    own = frozenset(Path(os.path.realpath(one)) for one in (path, settings_path(path)))
+    own = frozenset(Path(os.path.realpath(one)) for one in (table, path, settings_path(path)))
     column = settings.get("prompt_column")
     with contextlib.closing(JobInput(options.input, loaded.text, defaults, own, prompt_column=column)) as lines:
         if lines.fingerprint != settings["input_fingerprint"]:

@@ -104,7 +104,7 @@ def progress_bar(total: int, unit: str, *, in_logs: bool = True, done: int = 0, 
 
     Args:
         done: where it begins.
-        estimate: tell the speed and the time that is left, from the beginning of the bar on.
+        estimate: show the speed and the time that is left, from the beginning of the bar on.
     """
     from tqdm import tqdm
 

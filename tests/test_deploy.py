@@ -17,6 +17,7 @@ yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 DOCKERFILES = sorted(DEPLOY.glob("Dockerfile.*"))
+KEY = "DFLASH_API_KEY"  # the variable that sets the server's key
 KNOWN = {"FROM", "WORKDIR", "COPY", "RUN", "ENV", "USER", "VOLUME", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT"}
 
 
@@ -100,6 +101,11 @@ def test_kubernetes():
     assert options.models.target
     dockerfile = dict(instructions(DEPLOY / "Dockerfile.cuda"))
     assert [str(port["containerPort"]) for port in server["ports"]] == [dockerfile["EXPOSE"]]
+    (key,) = server["env"]
+    secret, literal = re.search(
+        r"create secret generic (\S+) --from-literal=(\S+)=", (DEPLOY / "kubernetes.yaml").read_text()
+    ).groups()
+    assert key == {"name": KEY, "valueFrom": {"secretKeyRef": {"name": secret, "key": literal}}}
     (at,) = [mount["mountPath"] for mount in server["volumeMounts"]]
     assert at == dockerfile["VOLUME"]
     claims = [volume["persistentVolumeClaim"]["claimName"] for volume in pod["spec"]["volumes"]]
@@ -109,6 +115,8 @@ def test_kubernetes():
     assert probes == {"startup": "/live", "liveness": "/live", "readiness": "/health"}
     served = (ROOT / "infer" / "http" / "server.py").read_text()
     assert all(f'Route("{path}"' in served for path in probes.values())
+    (port,) = objects["Service"]["spec"]["ports"]
+    assert port["targetPort"] in {one["name"] for one in server["ports"]}
     labels = pod["metadata"]["labels"]
     assert labels == objects["Service"]["spec"]["selector"]
     assert labels == objects["Deployment"]["spec"]["selector"]["matchLabels"]
@@ -122,6 +130,8 @@ def test_systemd():
     options = serve.parse_options(arguments)
     assert options.models.target
     assert int(unit["TimeoutStopSec"]) > options.server.shutdown_timeout
-    assert all(
-        path.startswith("/var/cache/" + unit["CacheDirectory"]) for path in re.findall(r"=(/\S+)", unit["Environment"])
-    )
+    paths = re.findall(r"=(/\S+)", unit["Environment"])
+    assert [Path(path).is_relative_to(Path("/var/cache") / unit["CacheDirectory"]) for path in paths] == [True, True]
+    written = re.search(rf"echo {KEY}=\S+ > (\S+)", (DEPLOY / "dflash-jax.service").read_text())
+    assert written[1] == unit["EnvironmentFile"]
+    assert unit["User"] == "dflash"

@@ -24,6 +24,11 @@ In vLLM, which finds the target by its name in `config.json`:
 
     vllm serve DIR
 """
+_SPECULATORS_BESIDE = """\
+In vLLM:
+
+    vllm serve {target} --speculative-config '{{"model": "DIR", "num_speculative_tokens": {draft}}}'
+"""
 
 
 def card(
@@ -48,7 +53,9 @@ def card(
     trained = [f"{metrics[-1]['step']} steps"] if metrics else []
     trained += [f"batches of {settings.get('batch_size')} sequences of {settings.get('length')} tokens"]
     trained += [f"data: {data}"] if data else []
-    elsewhere = _SPECULATORS_IN_VLLM if speculators else _IN_VLLM if kind == "dflash" else ""
+    elsewhere = _IN_VLLM if kind == "dflash" else ""
+    if speculators:
+        elsewhere = _SPECULATORS_IN_VLLM if of_hub else _SPECULATORS_BESIDE
     lines = [
         "---",
         yaml.safe_dump(head, sort_keys=False).rstrip(),

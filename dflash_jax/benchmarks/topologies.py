@@ -81,6 +81,7 @@ def dtype_for(chip: str) -> str:
 def full_name(name: str) -> str:
     """A topology as compilers name it, of what a cloud calls it: v5e:2x2 of "v5e-4" or "v5litepod-4". A cloud counts
     the cores of v4 and v5p, two of each chip. Other names stay as they are."""
+    name = name.lower()
     if not (found := re.fullmatch(r"(v4|v5e|v5litepod|v5p|v6e)-(\d+)", name)):
         return name
     chip, number = found[1].replace("litepod", "e"), int(found[2])
@@ -94,7 +95,10 @@ def parse_topology(name: str) -> tuple[str, int]:
     """Chip and number of devices of "v5e:2x2" or "h100:4"; raises ValueError."""
     chip, _, shape = name.partition(":")
     if chip not in CHIPS or not re.fullmatch(r"\d+(x\d+)*", shape or "1"):
-        raise ValueError(f"--topology must be like v5e-4, v5e:2x2 or h100:4, of {', '.join(CHIPS)}; got {name}")
+        raise ValueError(
+            f"--topology must be CHIP:SHAPE, like v5e:2x2 or h100:4, of {', '.join(CHIPS)}; or a cloud's name of a slice "
+            f"of v4, v5e, v5p or v6e, like v5e-4; got {name}"
+        )
     return chip, math.prod(map(int, (shape or "1").split("x")))
 
 

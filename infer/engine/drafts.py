@@ -1,5 +1,6 @@
 """What the steps of an engine may propose, and which of it pays."""
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 
 import jax
@@ -181,7 +182,8 @@ class Drafts:
 
     def used(self, steps: int) -> dict[str, int]:
         """How many of the engine's `steps` were taken with each draft, by its label."""
-        alone = {self._usual: steps - self.limited_steps}
-        alone |= {Draft(1): self.limited_steps} if self.limited_steps else {}
+        alone = Counter({self._usual: steps - self.limited_steps})
+        if self.limited_steps:
+            alone[Draft(1)] += self.limited_steps
         used = [chooser.used for chooser in self.choosers.values()] or [alone]
         return {draft.label: sum(counts[draft] for counts in used) for draft in used[0]}

@@ -67,8 +67,8 @@ class Request:
                 f"the prompt has {len(self.prompt_token_ids)} tokens, which leaves no room to generate within a "
                 f"length of {max_length}; raise max_length (--max-length)",
             )
-        if self.max_block_size is not None and self.max_block_size < 1:
-            raise invalid(f"max_block_size must be at least 1, got {self.max_block_size}; 1 is no speculation")
+        if (most := self.max_block_size) is not None and (type(most) is not int or most < 1):
+            raise invalid(f"max_block_size must be an integer of at least 1, got {most!r:.60}; 1 is no speculation")
         try:
             self.params.check()
         except ValueError as error:
@@ -89,8 +89,8 @@ class Completion:
             temperature and filters, if the engine serves them (`EngineConfig.sampled_logprobs`); of greedy answers 0.
         sampled_top_logprobs: of each generated token, the likeliest tokens in that distribution, like `top_logprobs`;
             tokens that it cannot pick are not among them.
-        acceptance_lengths: tokens that each step with speculation added. The first token comes from the prefill and
-            belongs to no step.
+        acceptance_lengths: tokens that each step of an engine with a drafter added, also of those without speculation.
+            The first token comes from the prefill and belongs to no step.
         proposed_tokens: number of draft tokens in these steps: nodes of trees, or of chains.
         draft: of its last steps, and how many tokens each of them proposed; None before the first.
         features: of prompt and answer but for its last token, [positions, FD], if they are kept

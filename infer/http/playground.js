@@ -73,7 +73,7 @@ function describe() {
 
 /** The block sizes that a request may be limited to. */
 function offer() {
-  const select = find("speculation"), chosen = select.value || before.speculation;
+  const select = find("speculation"), chosen = select.options.length ? select.value : before.speculation;
   const sizes = about.block_sizes.slice(0, -1).map(String), usual = about.block_size === "auto" ? "automatic" : `block size ${about.block_size}`;
   const options = [["", usual], ...sizes.map(size => [size, size === "1" ? "off (block size 1)" : `block size up to ${size}`])];
   select.replaceChildren(...options.map(([value, textContent]) => element("option", {value, textContent})));

@@ -95,7 +95,8 @@ class JobFiles:
             raise ValueError(f"--output and --summary are both {same}; choose two files")
         if self.table is not None:
             check_arrow()
-            if self.table.exists() and not (self.force or self.output.exists() or self.in_parts):
+            begun = self.output.exists() or bool(parts.found_parts(self.output))
+            if self.table.exists() and not (self.force or begun):
                 raise ValueError(
                     f"{self.table} is there without {self.output.name}, which has its answers; choose another output, "
                     "or replace it by --force"

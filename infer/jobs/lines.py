@@ -81,7 +81,8 @@ def read_lines(stream: Iterable[bytes], text: Text, defaults: SamplingParams) ->
 
 def repeated_ids(names: Sequence[str]) -> str:
     """The message about ids that appear more than once."""
-    return f"ids must be unique, but these appear more than once: {', '.join(names[:5])}"
+    which = ", ".join(names[:5])
+    return f"ids must be unique, but these appear more than once: {which}; a line may also have none"
 
 
 def renamed(row: "Row", given: Container[str]) -> "Row":
@@ -135,7 +136,7 @@ def read_row(raw: bytes, index: int) -> Row:
         name = "custom_id" if "custom_id" in fields else "id"
         given = fields.get(name, str(index))
         if not isinstance(given, str | int) or isinstance(given, bool):
-            raise RequestError("invalid_request", f"{name} must be a string or an integer, got {given!r:.80}")
+            raise RequestError("invalid_request", f"{name} must be a string, an integer or absent, got {given!r:.80}")
         if isinstance(given, str):
             given = valid_text(given)
         return Row(index, given, name in fields, name == "custom_id", fields, None, digest)
@@ -152,8 +153,9 @@ def line_of(
         keep: keeps the row itself, too.
         prompt_column: the field with the prompt, see `only_prompt`; None is a row in one of the forms of requests.
     """
-    batch, metadata, kept = None, None, row.fields if keep else None
+    batch, metadata, kept = None, None, None
     try:
+        kept = _writable("the line", row.fields) if keep else None
         if row.error is not None:
             raise row.error
         assert row.fields is not None
@@ -162,7 +164,7 @@ def line_of(
             fields = only_prompt(fields, prompt_column, text)
         elif row.is_batch:
             fields, batch = openai.plain_line(fields)
-        metadata = _metadata(fields)
+        metadata = _writable("metadata", (fields if prompt_column is None else row.fields).get("metadata"))
         plain, n = plain_request(fields, str(row.id), text, defaults), sample_count(fields)
         if n > 1 and plain.later:
             raise invalid("n works with a single prompt, not with a conversation's turns")
@@ -227,11 +229,10 @@ def _parse_json(raw: bytes) -> Json:
     return row
 
 
-def _metadata(row: Fields) -> Any:
-    """The metadata of a line, which its record repeats; raises RequestError if it cannot be written."""
-    found = row.get("metadata")
+def _writable(name: str, value: Any) -> Any:
+    """What a record repeats of its line; raises RequestError if it cannot be written."""
     try:
-        valid_text(json.dumps(found, ensure_ascii=False, allow_nan=False))
+        valid_text(json.dumps(value, ensure_ascii=False, allow_nan=False))
     except ValueError as error:  # such as a number that is not finite
-        raise RequestError("invalid_request", f"metadata must be JSON that can be written again: {error}") from error
-    return found
+        raise RequestError("invalid_request", f"{name} must be JSON that can be written again: {error}") from error
+    return value

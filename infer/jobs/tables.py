@@ -6,9 +6,10 @@ columns follow from `--fields` alone, and never from what the records hold.
 
 import io
 import json
+import logging
+import math
 import re
-from collections.abc import Container, Iterator, Sequence
-from itertools import islice
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,10 +20,12 @@ from dflash_jax.infer.jobs.record_fields import ALWAYS, CHOSEN
 if TYPE_CHECKING:
     import pyarrow
 
+log = logging.getLogger("dflash_jax")
 HUB = "hf://"  # of the names of datasets
 MAGIC, SUFFIX = b"PAR1", ".parquet"
 BATCH = 1024  # rows that are read at a time
-GROUP = 8192  # records of a row group
+GROUP = 8192  # records of a row group, at most
+GROUP_BYTES = 2**24  # of the lines of a row group: those that do not fit begin the next
 BUFFER = 2**20  # bytes of a column that are read at a time
 
 
@@ -45,29 +48,29 @@ def is_parquet(path: str) -> bool:
 
 
 def parquet_lines(path: str) -> Iterator[bytes]:
-    """The rows of a Parquet file as lines of JSON, without their nulls.
+    """The rows of a Parquet file as lines of JSON; see `_Lines`.
 
     Raises:
-        ValueError: the file is damaged, holds what JSON has no form for, or pyarrow is not installed.
+        ValueError: the file is damaged, or pyarrow is not installed.
         OSError: it cannot be read.
     """
     check_arrow()
     from pyarrow.parquet import ParquetFile
 
+    lines = _Lines(path)
     with reading(Path(path)), ParquetFile(path, buffer_size=BUFFER, pre_buffer=False) as file:
         for batch in file.iter_batches(BATCH):
-            yield from map(_line, batch.to_pylist())
+            yield from lines(batch.to_pylist())
 
 
 def dataset_lines(name: str) -> Iterator[bytes]:
-    """The rows of a dataset as lines of JSON, without their nulls. They are streamed, not downloaded before.
+    """The rows of a dataset as lines of JSON; see `_Lines`. They are streamed, not downloaded before.
 
     Args:
         name: `hf://OWNER/NAME`, with `/CONFIG` and `:SPLIT` behind it; without a split it is `train`.
 
     Raises:
-        ValueError: no such dataset, it cannot be read, holds what JSON has no form for, or the package that reads it is
-            not installed.
+        ValueError: no such dataset, it cannot be read, or the package that reads it is not installed.
     """
     match = re.fullmatch(rf"{HUB}(?:datasets/)?([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::([\w.-]+))?", name)
     if match is None:
@@ -78,22 +81,41 @@ def dataset_lines(name: str) -> Iterator[bytes]:
         raise ValueError(f"{error}; {HUB} needs another package: pip install '.[datasets]' in the checkout") from error
     where, config, split = match.groups()
     try:
-        yield from map(_line, load_dataset(where, config, split=split or "train", streaming=True))
+        yield from _Lines(name)(load_dataset(where, config, split=split or "train", streaming=True))
     except Exception as error:  # of the hub, the network, or whatever reads the files
         raise ValueError(one_line(f"{name} cannot be read: {said(error)}")) from error
 
 
-def _line(row: Fields) -> bytes:
-    """A row as a line of JSON."""
-    known = {name: value for name, value in row.items() if value is not None}
-    return json.dumps(known, ensure_ascii=False, default=_plain).encode() + b"\n"
+class _Lines:
+    """Rows of a table as lines of JSON, without what JSON has no form for: nulls, also within a value, numbers that are
+    not finite, which stand for nulls in many tables, and bytes, which a warning names.
 
+    Args:
+        source: name of the table.
+    """
 
-def _plain(value: Value) -> str:
-    """What JSON has no form for, such as a date, as text."""
-    if isinstance(value, bytes):
-        raise ValueError("a column has bytes, for which JSON has no form")
-    return str(value)
+    def __init__(self, source: str):
+        self._source, self._warned = source, set[str]()
+
+    def __call__(self, rows: Iterable[Fields]) -> Iterator[bytes]:
+        for row in rows:
+            known = {name: value for name, given in row.items() if (value := self._plain(given, name)) is not None}
+            yield json.dumps(known, ensure_ascii=False, default=str).encode() + b"\n"
+
+    def _plain(self, value: Value, column: str) -> Value:
+        if isinstance(value, float) and not math.isfinite(value):
+            return None
+        if isinstance(value, dict):
+            found = ((name, self._plain(inner, column)) for name, inner in value.items())
+            return {name: inner for name, inner in found if inner is not None}
+        if isinstance(value, list):
+            return [self._plain(inner, column) for inner in value]
+        if not isinstance(value, bytes):
+            return value
+        if column not in self._warned:
+            self._warned.add(column)
+            log.warning("%s: column %s has bytes, for which JSON has no form; they are left out", self._source, column)
+        return None
 
 
 def write_parquet(path: Path, records: Path, fields: Sequence[str] | None) -> None:
@@ -161,7 +183,20 @@ def _pieces(records: Path, schema: "pyarrow.Schema", fixed: Container[str]) -> I
 
     sink = _Written()
     with records.open("rb") as file, ParquetWriter(sink, schema, compression="zstd") as writer:
-        while rows := [row(line) for line in islice(file, GROUP)]:
-            writer.write_batch(RecordBatch.from_pylist(rows, schema))
+        for lines in _groups(file):
+            writer.write_batch(RecordBatch.from_pylist([row(line) for line in lines], schema))
             yield from sink.taken()
     yield from sink.taken()
+
+
+def _groups(lines: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Lines by the row groups that they go into."""
+    group, size = list[bytes](), 0
+    for line in lines:
+        if group and (len(group) == GROUP or size + len(line) > GROUP_BYTES):
+            yield group
+            group, size = [], 0
+        group.append(line)
+        size += len(line)
+    if group:
+        yield group

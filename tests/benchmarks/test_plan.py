@@ -88,6 +88,7 @@ def test_names_of_a_cloud_are_understood():
     assert {name: topologies.full_name(name) for name in names} == names
     with pytest.raises(ValueError, match="there are v5e-1, v5e-4, v5e-8"):
         topologies.full_name("v5e-5")
+    assert topologies.parse_topology(topologies.full_name("H100:4")) == ("h100", 4)
     for number, shape in topologies._CUBES.items():  # two cores in each chip
         assert 2 * topologies.parse_topology(f"v4:{shape}")[1] == number
 
@@ -112,7 +113,7 @@ def test_a_gpu_by_arithmetic(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--target", "qwen3-8b", "--topology", "x9:4"], "--topology must be like v5e-4, v5e:2x2"),
+        (["--target", "qwen3-8b", "--topology", "x9:4"], "--topology must be CHIP:SHAPE, like v5e:2x2"),
         (["--target", "nowhere", "--topology", "h100"], "no drafter given: pass --drafter, or a --target of qwen3-4b"),
         (["--target", "qwen3-8b", "--topology", "h100:4", "--mesh", "model=3"], "there are 4 devices"),
         (

@@ -76,7 +76,7 @@ def test_the_stages(place, capsys, monkeypatch):
     assert len(told) > 2
     monkeypatch.delitem(sys.modules, "wandb")  # transformers looks at its spec
     said = capsys.readouterr()
-    assert re.search(r"^\d+ optimizer steps of 2 rows of 64 tokens: [\d,]+ tokens, [\d.]+ epochs$", said.err, re.M)
+    assert re.search(r"^\d+ optimizer steps of 2 sequences of 64 tokens: [\d,]+ tokens, [\d.]+ epochs$", said.err, re.M)
     assert re.search(r"^\d+ steps done, loss [\d.]+, best tau [\d.]+ on held-out prompts, after step \d+; ", said.out)
     assert said.out.endswith(f"next: dflash-jax train export --run {run} --output DIR\n")
     assert main(fit) == 0

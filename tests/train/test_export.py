@@ -46,10 +46,7 @@ CAPPED = tiny.drafter_config(final_logit_softcapping=30.0)
 REFUSED = {
     "is for dflash drafters, and this is a dspark one": (tiny.kinds()["dspark"], False),
     "share the target's embedding and head": (tiny.drafter_config(), True),
-    "cannot say this drafter's final_logit_softcapping; leave": (
-        tiny.drafter_config(final_logit_softcapping=30.0),
-        False,
-    ),
+    "cannot say this drafter's final_logit_softcapping; leave": (CAPPED, False),
 }
 
 

@@ -58,6 +58,24 @@ def test_the_least_limit_of_the_rows_holds(target, drafter):
     assert sum(used.values()) == engine.stats.steps
 
 
+def test_a_limit_holds_from_a_requests_first_token_on(target, drafter):
+    """Also where its prompt is read beside the steps of others."""
+    engine = Engine(
+        target, drafter, slots=2, max_length=64, prefill_chunk=16, prefill_budget=8, steps_per_visit=1, plain=True
+    )
+    decode, seen = engine.batch.decode, []
+
+    def watched(draft, steps, leave_below, slots, beside):
+        reads = [(plan, read) for plan in beside.plans for read in plan.reads] if beside else []
+        ended = [beside.prompts[read.slot] for plan, read in reads if plan.batch.last[read.place]]
+        seen.extend(draft for row in ended if row.request.max_block_size == 1)
+        return decode(draft, steps, leave_below, slots, beside)
+
+    engine.batch.decode = watched
+    engine.generate([tiny.ask([7, 3, 9], 40), replace(tiny.ask([5] * 30, 6), max_block_size=1)])
+    assert seen == [PLAIN]
+
+
 def test_what_is_chosen_within_a_limit(drafter):
     drafts = Drafts(drafter, EngineConfig(block_size="auto", tree=9))
     chosen = lambda most: drafts.choose([0], 1, most)[0]
@@ -79,9 +97,9 @@ def test_a_limit_that_is_not_served(target, drafter):
         fixed = Engine(target, drafter, max_length=64, **settings)
         ask(fixed, 8)
         for most in (1, 7):
-            with pytest.raises(RequestError, match=f"blocks of {most} or less are not available"):
+            with pytest.raises(RequestError, match=f"cannot be limited to blocks of {most} here"):
                 ask(fixed, most)
     ask(Engine(target, drafter, max_length=64, block_size="auto"), 1)
     ask(Engine(target, None, max_length=64), 1)
-    with pytest.raises(RequestError, match="max_block_size must be at least 1, got 0"):
+    with pytest.raises(RequestError, match="max_block_size must be an integer of at least 1, got 0"):
         ask(Engine(target, drafter, max_length=64, plain=True), 0)

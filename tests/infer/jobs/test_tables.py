@@ -13,12 +13,15 @@ import pytest
 
 from dflash_jax import __main__ as commands
 from dflash_jax import serve
+from dflash_jax.constraints.tools.form import Form
+from dflash_jax.infer.engine.requests import Completion, Request
 from dflash_jax.infer.jobs import record_fields, tables
 from dflash_jax.infer.jobs.answering import job_settings
 from dflash_jax.infer.jobs.batch_job import Job, JobFiles
 from dflash_jax.infer.jobs.inputs import input_lines
 from dflash_jax.infer.jobs.job_input import Answered, JobInput
-from dflash_jax.infer.jobs.records import only
+from dflash_jax.infer.jobs.lines import Line
+from dflash_jax.infer.jobs.records import answer_record
 from dflash_jax.infer.text import Text
 from tests import tiny
 from tests.infer.jobs.test_long_jobs import DEFAULTS, OneToken
@@ -42,7 +45,7 @@ def test_rows_are_lines_without_nulls(tmp_path, name):
     found = read([source])
     assert [row.get("seed") for row in found] == [row["seed"] for row in rows]
     assert all("seed" not in row for row in found[::3])
-    assert found[1]["messages"] == [said[0] | {"tool_call_id": None}, said[1]]  # null is absent in a message, too
+    assert found[1]["messages"] == said  # without the null that the first has in its column
     write(tmp_path / "b.jsonl", [{"id": "last"}])
     assert read([source, str(tmp_path / "b.jsonl")])[-2:] == [found[-1], {"id": "last"}]
 
@@ -57,11 +60,22 @@ def test_a_large_row_group_is_not_in_memory(tmp_path):
     assert max(used) < Path(source).stat().st_size / 3
 
 
-def test_what_json_cannot_hold(tmp_path):
-    day = datetime.date(2024, 5, 6)
-    assert read([table(tmp_path / "a.parquet", [{"day": day, "é": "ü\n"}])]) == [{"day": "2024-05-06", "é": "ü\n"}]
-    with pytest.raises(ValueError, match=r"b.parquet: a column has bytes"):
-        read([table(tmp_path / "b.parquet", [{"image": b"\xff"}])])
+def test_what_json_cannot_hold(tmp_path, caplog):
+    day, image = datetime.date(2024, 5, 6), {"bytes": b"\xff", "path": "a.png"}
+    rows = [{"day": day, "é": "ü\n", "n": float("nan"), "image": image, "many": [{"a": float("inf"), "b": 1}]}] * 2
+    expected = {"day": "2024-05-06", "é": "ü\n", "image": {"path": "a.png"}, "many": [{"b": 1}]}
+    assert read([table(tmp_path / "a.parquet", rows)]) == [expected] * 2
+    (warning,) = caplog.messages
+    assert warning.endswith("a.parquet: column image has bytes, for which JSON has no form; they are left out")
+
+
+def test_a_line_that_cannot_be_repeated_is_an_error_of_its_own(tmp_path):
+    rows = [{"prompt_token_ids": [1], "metadata": {"note": note}} for note in ("a", "\ud83d", "b", float("nan"))]
+    write(tmp_path / "in.jsonl", rows)
+    assert run(tmp_path, ordered=True, fields=("token_ids", "input")) == 1
+    found = lines_of(tmp_path)
+    assert ["error" in one for one in found] == ["input" not in one for one in found] == [False, True, False, True]
+    assert "the line" in found[3]["error"]["message"]
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "rows"])
@@ -186,10 +200,28 @@ def test_the_columns_follow_from_the_fields(tmp_path, fields):
         assert [json.loads(row) for row in rows] == given(3)
 
 
-def test_every_field_of_a_record_has_a_column():
-    answer = {name: [] if name in ("turns", "samples") else name for name in serve.RECORD_FIELDS}
-    record = dict.fromkeys(record_fields.ALWAYS, "a") | answer
-    assert only(record, serve.RECORD_FIELDS) == record
+def test_every_field_of_a_record_has_a_column(tmp_path):
+    """Of one that has all that a record may have."""
+    tiny.write_tokenizer(tmp_path, chat=True)
+    text = Text(str(tmp_path))
+    done = Completion([3, 4], "stop", logprobs=[-1.0, -2.0], top_logprobs=[[(3, -1.0)], [(4, -2.0)]], prompt_tokens=2)
+    line = Line(0, "a", Request([1]), later=("b",), form=Form("thinking"), n=2, metadata={"m": 1}, row={"prompt": "a"})
+    record = answer_record(line, [done, done], text) | {"error": None}
+    assert set(record) == {*record_fields.ALWAYS, *serve.RECORD_FIELDS}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
+    tables.write_parquet(tmp_path / "a.parquet", tmp_path / "a.jsonl", serve.RECORD_FIELDS)
+    (row,) = pq.read_table(tmp_path / "a.parquet").to_pylist()
+    assert {name for name, value in row.items() if value is not None} == set(record) - {"error"}
+    assert json.loads(row["logprobs"]) == record["logprobs"]
+
+
+def test_long_records_are_in_small_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "GROUP_BYTES", 3000)
+    rows = [{"id": f"{i}", "prompt_token_ids": [1], "metadata": "x" * (10 if i % 4 else 4000)} for i in range(20)]
+    assert run(tmp_path, ordered=True, rows=rows) == 0
+    file = pq.ParquetFile(tmp_path / "out.parquet")
+    assert file.num_row_groups >= 10
+    assert [json.loads(one) for one in file.read()["metadata"].to_pylist()] == [row["metadata"] for row in rows]
 
 
 def test_a_kill_while_the_table_is_written_leaves_the_one_before(tmp_path, monkeypatch):
@@ -222,8 +254,9 @@ def test_processes_make_one_table(tmp_path):
 def test_a_table_without_its_answers_is_kept(tmp_path):
     assert run(tmp_path, rows=given(3)) == 0
     (tmp_path / "out.parquet.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"out.parquet is there without out.parquet.jsonl.*--force"):
-        run(tmp_path)
+    for share in ((0, 1), (0, 2)):
+        with pytest.raises(ValueError, match=r"out.parquet is there without out.parquet.jsonl.*--force"):
+            run(tmp_path, share=share)
 
 
 def test_openai_batches_have_no_columns(tmp_path):
@@ -256,9 +289,9 @@ def test_tables_in_and_out_of_a_command(pair, tmp_path, capsys):
     same = ("token_ids", "text", "finish_reason", "usage")
     for name, row in found.items():
         assert [row[field] for field in same] == [expected[name][field] for field in same]
-    check = ["replay", f"{output}.jsonl", "--input", source, "--target", str(pair / "target")]
-    assert commands.main(check) == 0
-    assert "7 answers, " in capsys.readouterr().out
+    for answers in (f"{output}.jsonl", str(output)):
+        assert commands.main(["replay", answers, "--input", source, "--target", str(pair / "target")]) == 0
+        assert "7 answers, " in capsys.readouterr().out
     assert serve.main(command(pair, [source], output, "--max-errors", "-1")) == 2
     assert serve.main(command(pair, [str(output)], output)) == 2
     assert "out.parquet is the input" in capsys.readouterr().err
