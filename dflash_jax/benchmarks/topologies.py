@@ -96,8 +96,8 @@ def parse_topology(name: str) -> tuple[str, int]:
     chip, _, shape = name.partition(":")
     if chip not in CHIPS or not re.fullmatch(r"\d+(x\d+)*", shape or "1"):
         raise ValueError(
-            f"--topology must be CHIP:SHAPE, like v5e:2x2 or h100:4, of {', '.join(CHIPS)}; or a cloud's name of a slice "
-            f"of v4, v5e, v5p or v6e, like v5e-4; got {name}"
+            f"--topology must be CHIP:SHAPE, like v5e:2x2 or h100:4, of {', '.join(CHIPS)}; or a cloud's name of a "
+            f"slice of v4, v5e, v5p or v6e, like v5e-4; got {name}"
         )
     return chip, math.prod(map(int, (shape or "1").split("x")))
 

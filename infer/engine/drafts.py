@@ -19,6 +19,7 @@ from dflash_jax.infer.engine.chooser import (
     tree_sizes,
 )
 from dflash_jax.infer.engine.engine_config import EngineConfig
+from dflash_jax.infer.engine.requests import invalid
 
 PLAIN = Draft(0)  # a step without speculation
 
@@ -98,9 +99,14 @@ class Drafts:
         made of."""
         return not self._depth(draft) or draft.block_size <= most > 1
 
-    def serves(self, most: int) -> bool:
-        """Whether there is a program for requests whose largest block size is `most`."""
-        return any(self._takes(most, draft) for draft in self.programs)
+    def check_limit(self, most: int | None) -> None:
+        """Raises RequestError if there is no program for requests whose largest block size is `most`."""
+        if most is not None and not any(self._takes(most, draft) for draft in self.programs):
+            raise invalid(
+                f"steps cannot be limited to blocks of {most} here, because the engine was made with plain=False or is "
+                "deterministic; leave the limit out",
+                "speculation",
+            )
 
     def _depth(self, draft: Draft) -> int:
         """Tokens that a step with this draft proposes for a row one after the other."""

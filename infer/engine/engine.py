@@ -388,12 +388,7 @@ class Engine:
     def check_settings(self, request: Request) -> None:
         """Raises RequestError for settings that this engine cannot serve; does not prepare a constraint."""
         request.check(self.target.config.vocab_size, self.max_length)
-        if (most := request.max_block_size) is not None and not self.drafts.serves(most):
-            raise invalid(
-                f"steps cannot be limited to blocks of {most} here, because the engine was made with plain=False or is "
-                "deterministic; leave the limit out",
-                "speculation",
-            )
+        self.drafts.check_limit(request.max_block_size)
         served, asked = self.config.logprobs, request.params.logprobs
         if asked is not None and asked not in range(0 if served is None else served + 1):
             raise invalid(f"logprobs {asked} is not available: the engine was made with logprobs={served}")
