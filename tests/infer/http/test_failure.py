@@ -25,7 +25,7 @@ class BrokenEngine:
     slots, max_length, busy, waiting, left = 1, 64, 0, 0, 0
     target = SimpleNamespace(dtype=np.dtype("float32"), params={})
     config, constraints = SimpleNamespace(plain=False), None
-    drafter, drafts, block_size = None, SimpleNamespace(auto=False), 1
+    drafter, drafts, block_size = None, SimpleNamespace(auto=False, block_sizes=(1,)), 1
 
     def check_settings(self, request):
         pass
