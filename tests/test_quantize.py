@@ -307,6 +307,7 @@ def test_tensors_that_do_not_fit(change, message, tmp_path):
         load_target(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_quantised_drafter(tmp_path):
     """As compressed-tensors and ModelOpt leave one; its fusion may be quantized, too."""
     weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
@@ -331,6 +332,7 @@ def test_a_quantised_drafter(tmp_path):
     assert quantised == given
 
 
+@pytest.mark.slow
 def test_a_drafter_learns_from_a_quantised_target(pair):
     """As from the plain one that it stands for: features, logits and the gradient that comes through its head."""
     target = load_target(pair / "target", quantize="target=int8,head=int8")

@@ -47,7 +47,7 @@ def test_a_revision_of_what_is_not_on_the_hub(hub, tmp_path):
         ModelOptions(target="owner/target", drafter="ngram", drafter_revision="v1"),
         ModelOptions(revision="v1"),
     ):
-        with pytest.raises(ValueError, match="revision .* of"):
+        with pytest.raises(ValueError, match="revision .* on the hub"):
             pair_sources(wrong)
 
 

@@ -105,7 +105,7 @@ def test_wrong_arguments(pair, capsys):
         (["--tasks", "gsm8k"], "drafters --help"),
         (["--drafters", f"a={pair / 'drafter'}", "--rounds", "0"], "--rounds must be at least 1"),
         (["--drafters", f"a={pair / 'drafter'}", "--block-size", "auto"], "block-size auto"),
-        (["--drafters", f"a={pair / 'drafter'}", "--jobs", "2"], "of its own"),
+        (["--drafters", f"a={pair / 'drafter'}", "--jobs", "2"], "are different modes"),
     ):
         with contextlib.suppress(SystemExit):  # of what the parser finds
             assert benchmark.main([*target, *arguments]) == 2

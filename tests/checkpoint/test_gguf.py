@@ -86,6 +86,7 @@ def products(layer):
     ]
 
 
+@pytest.mark.slow
 def test_plain_and_packed_weights_give_the_same_answers(tmp_path):
     gguf_files.write(tmp_path / "model.gguf", kinds=(Kind.Q4_1, Kind.Q8_0, Kind.Q4_0))
     packed, plain = (load_target(tmp_path / "model.gguf", dtype=dtype) for dtype in ("auto", "float32"))

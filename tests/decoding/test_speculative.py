@@ -89,6 +89,7 @@ def test_proposals_never_change_the_sample(target, drafter, proposals):
     assert ours.tokens == plain.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 8), pytest.param((3,), marks=pytest.mark.slow)])
 def test_anchor_that_predicts_proposes_one_more(target, sizes, tmp_path):
     raw = tiny.drafter_config(sample_from_anchor=True)

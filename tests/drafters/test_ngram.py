@@ -93,6 +93,7 @@ class Property:
         raise ValueError("no pair")
 
 
+@pytest.mark.slow
 def test_larger_blocks_need_nothing_of_a_drafter_but_the_protocol(target):
     """Chains whose lessons have places, too, as those of n-grams have."""
     request = tiny.ask([1, 2, 3, 4], 60, eos_token_ids=(vocabulary.END,))

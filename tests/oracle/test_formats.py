@@ -102,6 +102,7 @@ SOMETIMES = "int8", "fp8 block", "nvfp4", "awq"
 HOW = [{"block_size": size} for size in (1, 2, 5, 16)] + [{"block_size": 8, "tree": 31}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

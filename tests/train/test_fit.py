@@ -213,6 +213,7 @@ def test_speed_is_told_in_tokens_labels_and_the_share_of_the_chip(target, start,
     np.testing.assert_allclose(last["share_of_peak"], rate * asked / 1e12)
 
 
+@pytest.mark.slow
 def test_a_run_compiles_one_step_whether_new_or_resumed(target, start, examples, tmp_path):
     compiled = []
     listen = lambda event, _, fun_name="", **__: compiled.append(fun_name) if "backend_compile" in event else None

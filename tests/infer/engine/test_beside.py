@@ -121,6 +121,7 @@ def test_long_chunks_of_other_kinds_of_layers(family, tmp_path, monkeypatch):
     assert engine.stats.prefix_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.lossless
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_drafter_and_none(kind, directory, target, plain):
@@ -178,6 +179,7 @@ def test_between_two_steps_of_a_row_no_more_is_read_than_the_budget(directory, t
     assert engine.stats.prompt_tokens == sum(len(request.prompt_token_ids) for request in requests())
 
 
+@pytest.mark.slow
 def test_cancelled_and_stopped_requests(directory, target, plain):
     """While their prompt is read, or with their first token."""
     drafter = load_drafter(directory / "dflash", num_target_layers=4)
@@ -224,6 +226,7 @@ def test_where_steps_read_prompts_by_themselves():
             EngineConfig(prefill_budget=wrong, deterministic=wrong > 0)
 
 
+@pytest.mark.slow
 def test_it_is_left_where_it_does_not_pay(directory, target, monkeypatch):
     monkeypatch.setattr(EngineConfig, "beside", lambda self, backend: 32)
     assert not Engine(target, None, slots=4, prefill_budget="auto", **SETTINGS).batch.reads_beside  # not measured

@@ -68,6 +68,7 @@ def test_two_constraints_share_masks(target):
     assert used == 1 + 5  # all; a, b, c, d, and the end
 
 
+@pytest.mark.slow
 def test_a_request_waits_for_room_in_the_tables(target):
     """And others do not; no answer changes."""
     asked = [regex(f"[ab]{{{40 + i}}}") if i % 3 else None for i in range(9)]

@@ -166,6 +166,7 @@ def test_every_time_pages_are_asked_for_they_may_be_missing(directory, target, p
     all_free(engine, 3 * LENGTH)
 
 
+@pytest.mark.slow
 def test_a_request_that_has_left_gives_its_pages_back(directory, target):
     """Canceled while it waits, is read and decodes."""
     drafter = load_drafter(directory / "dflash", num_target_layers=4)
@@ -247,6 +248,7 @@ def test_the_table():
     assert table.free == table.tokens == 8 * 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [8])
 def test_samples_of_one_prompt_have_its_pages_once(count, directory, target):
     """And a prompt that begins as they do, later; where memory is short they begin one after the other."""

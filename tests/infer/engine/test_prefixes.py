@@ -44,6 +44,7 @@ def test_a_hit_changes_neither_tokens_nor_acceptance(target, drafter, tmp_path, 
     assert plain.stats.prefix_tokens == 0
 
 
+@pytest.mark.slow
 def test_copied_slots_hold_the_same_bits(target, drafter):
     engine = Engine(target, drafter, slots=2, max_length=64, prefill_chunk=8, prefix_chunks=4)
     for last in (1, 2):

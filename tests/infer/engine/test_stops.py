@@ -29,6 +29,7 @@ def stops(target):
     return tuple({token for answer in free for token in answer[:6]})[:12]
 
 
+@pytest.mark.slow
 @pytest.mark.lossless
 def test_answers_with_min_tokens_are_those_of_plain_decoding(target, engines, stops):
     """Greedy and sampled, beside a row without."""
