@@ -124,7 +124,7 @@ def test_compare_is_the_default(capsys):
 def test_degenerate_runs_are_refused(pair, tmp_path, capsys):
     data = tmp_path / "prompts.jsonl"
     data.write_text('{"prompt": "a"}')
-    cases = {"max_samples": ["--max-samples", "0"], "proposes nothing": ["--block-size", "1"]}
+    cases = {"max_samples": ["--max-samples", "0"], "drafts no tokens": ["--block-size", "1"]}
     for message, arguments in (cases | {"nothing was decoded": ["--max-new-tokens", "1"]}).items():
         assert benchmark.main(["compare", *pair, "--dataset", str(data), *arguments]) == 2
         assert message in capsys.readouterr().err

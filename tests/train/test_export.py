@@ -9,6 +9,7 @@ import pytest
 from dflash_jax import load_drafter
 from dflash_jax.checkpoint import read_config
 from dflash_jax.pairs import target_of
+from dflash_jax.train.card import card
 from dflash_jax.train.drafters import save_speculators
 from tests import tiny
 
@@ -57,3 +58,18 @@ def test_what_that_layout_cannot_say_is_refused(message, tmp_path):
     with pytest.raises(ValueError, match=message):
         save_speculators(tmp_path / "theirs", drafter, raw)
     assert not (tmp_path / "theirs").exists()
+
+
+def test_the_card_says_how_vllm_finds_the_target(tmp_path):
+    """By its name in `config.json`, if it has one on the hub."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text("")
+    raw = tiny.drafter_config()
+    drafter = load_drafter(tiny.write_drafter(tmp_path / "ours", raw))
+    for target, how in {
+        "somebody/target": "\n    vllm serve DIR\n",
+        str(tmp_path / "here"): '\n    vllm serve here --speculative-config \'{"model": "DIR", ',
+    }.items():
+        text = card(drafter, raw | {"target_model_name_or_path": target}, tmp_path, None, None, speculators=True)
+        assert how in text
+        assert str(tmp_path) not in text

@@ -272,7 +272,7 @@ def test_feature_cache(target, start, examples, whole, tmp_path):
     online.fit()
     for a, b in zip(lines(tmp_path / "cached"), lines(tmp_path / "online"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
-    with pytest.raises(ValueError, match="no hidden states"):
+    with pytest.raises(ValueError, match="no final hidden states"):
         FeatureCache(tmp_path / "f", target, drafter.taps, examples, True)
     with pytest.raises(ValueError, match="target_layer_ids"):
         FeatureCache(tmp_path / "f", target, (0,), examples, False)

@@ -124,7 +124,12 @@ def test_log_probabilities_and_stop_strings_go_with_them(served, client):
         ({"guided_regex": "("}, "invalid_regex", "guided_regex", "missing"),
         ({"guided_json": {"type": "string", "minLength": 50000}}, "constraint_too_large", "guided_json", "states"),
         ({"guided_grammar": "root ::= x"}, "unsupported_parameter", None, "guided_grammar"),
-        ({"guided_regex": "a", "guided_choice": ["b"]}, "conflicting_constraints", "guided_choice", "cannot be combined"),
+        (
+            {"guided_regex": "a", "guided_choice": ["b"]},
+            "conflicting_constraints",
+            "guided_choice",
+            "cannot be combined",
+        ),
         ({"guided_regex": "a", "ignore_eos": True}, "invalid_parameter", "guided_regex", "ignore_eos"),
         ({"guided_choice": ["ok"], "ignore_eos": True}, "invalid_parameter", "guided_choice", "ignore_eos"),  # known
         ({"guided_regex_": "a"}, "unsupported_parameter", None, "nearest"),
