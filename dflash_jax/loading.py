@@ -200,13 +200,12 @@ def models_on_mesh(
     """What `choose_mesh` looks at: the target, and the drafter if there is to be one. The latter's file is read when it
     is asked for."""
     from dflash_jax.checkpoint import resolve
-    from dflash_jax.drafters import drafter_config, ngram
-    from dflash_jax.drafters.loading import read_drafter_config
+    from dflash_jax.drafters import drafter_config
+    from dflash_jax.drafters.loading import checkpoint_of, read_drafter_config
 
     yield target
     place, source = pair_sources(models)
-    source = None if source and names_object(source) else ngram.named(source)[1] if source else None
-    if speculative and source:
+    if speculative and source and (source := checkpoint_of(source)):
         with reading(resolve(source, "drafter") / "config.json"):
             raw = read_drafter_config(source, models.drafter_config)
             config = drafter_config(raw, target.num_hidden_layers, resolve(place, "target"))

@@ -145,7 +145,7 @@ class DraftersOptions(MeasureOptions):
     each --temperature.
 
     Attributes:
-        drafters: names and checkpoints of the drafters
+        drafters: names and checkpoints of the drafters; ngram and module:Name are understood as in --drafter
         tasks: datasets, like gsm8k,mt-bench (default: the one of --dataset)
         temperature: sampling temperatures, measured one after another; 0 is greedy
         rounds: how often all prompts are answered

@@ -23,8 +23,7 @@ from dflash_jax.checkpoint import read_json, resolve
 from dflash_jax.cli import EngineOptions
 from dflash_jax.config import Raw
 from dflash_jax.decoding.state import DraftModel
-from dflash_jax.drafters import ngram
-from dflash_jax.drafters.loading import drafter_named
+from dflash_jax.drafters.loading import checkpoint_of, drafter_named
 from dflash_jax.engines import engine_config, make_engine, needs_of
 from dflash_jax.infer.engine.engine import Engine
 from dflash_jax.infer.engine.requests import Request
@@ -41,7 +40,7 @@ def measure(options: DraftersOptions) -> Figures:
     models = options.models
     source, _ = pair_sources(models)
     loaded = load(replace(models, target=source), options.generation.at(0.0), speculative=False)
-    target, networks = loaded.target, {name: ngram.named(source)[1] for name, source in options.drafters}
+    target, networks = loaded.target, {name: checkpoint_of(source) for name, source in options.drafters}
     sources = {name: resolve(source, "drafter") for name, source in networks.items() if source}
     assert not isinstance(target.mesh, AbstractMesh)  # there are devices to decode on
     where = {"num_target_layers": target.config.num_hidden_layers, "target": target.directory, "mesh": target.mesh}

@@ -87,6 +87,11 @@ def drafter_named(name: str, **how: Any) -> DraftModel:
     return ngram.Mixture(drafter) if ngrams else drafter
 
 
+def checkpoint_of(name: str) -> str | None:
+    """The checkpoint that `drafter_named` reads; None for n-grams alone and objects of a module."""
+    return None if names_object(name) else ngram.named(name)[1]
+
+
 def read_params(
     reader: checkpoint.Reader,
     kind: AnyKind,

@@ -94,6 +94,25 @@ def test_every_cell_is_measured(pair, tmp_path, capsys):
     assert "| eagle3 |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_proposers_without_a_checkpoint_are_compared_too(pair, tmp_path, monkeypatch):
+    data = tmp_path / "prompts.jsonl"
+    data.write_text('{"prompt": "hello there"}\n')
+    (tmp_path / "own_proposer.py").write_text(
+        "import dflash_jax, jax.numpy as jnp\n"
+        "Mine = dflash_jax.stateless(lambda tokens, length: jnp.full(3, tokens[length - 1]), block_size=4)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    named = f"v1={pair / 'drafter'},mine=own_proposer:Mine,copies=ngram"
+    arguments = ["drafters", "--target", str(pair / "target"), "--drafters", named, "--tasks", str(data)]
+    arguments += ["--max-new-tokens", "8", "--block-size", "4", "--json", str(tmp_path / "figures.json")]
+    assert benchmark.main(arguments) == 0
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert [cell["drafter"] for cell in figures["cells"]] == ["v1", "mine", "copies"]
+    assert all(cell["equal_outputs"] == cell["samples"] == 1 for cell in figures["cells"])
+    assert list(figures["qwen3_8b"]) == ["v1"]
+
+
 def test_wrong_arguments(pair, capsys):
     target = ["--target", str(pair / "target")]
     for arguments, named in (  # as they were written before there were modes
