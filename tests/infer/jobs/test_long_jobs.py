@@ -138,7 +138,9 @@ def test_ids_are_unique_and_generated_ones_step_aside(tmp_path):
     assert names == ["1", "line-1-", "line-1", "3", "4", "5"]
     assert [lines.place(name) for name in (*names, "2", "line-2")] == [0, 1, 2, 3, 4, 5, None, None]
     written(tmp_path / "in.jsonl", 9, lambda i: {"id": i % 8})
-    with pytest.raises(ValueError, match="ids must be unique, but these appear more than once: 0; a line may also have none"):
+    with pytest.raises(
+        ValueError, match="ids must be unique, but these appear more than once: 0; a line may also have none"
+    ):
         JobInput([str(tmp_path / "in.jsonl")], Text(""), DEFAULTS)
 
 
