@@ -112,7 +112,7 @@ def _logs(options: FitOptions, config: TrainConfig) -> Iterator[list[Log]]:
 
 
 def _train(run: Run, logs: Sequence[Log]) -> None:
-    """Trains to the end, with a progress bar. What is left is told from the steps after the first, which compiles."""
+    """Trains to the end, with a progress bar. The time left follows from the steps after the first, which compiles."""
     begun = int(run.state.step)
     with progress_bar(run.steps, "step", done=begun, estimate=False) as bar:
         bar.set_postfix_str("compiling")

@@ -131,7 +131,7 @@ class JobInput:
         """Reads all lines for what must be known of them."""
         sampled, digest = Sample[Row](), hashlib.sha256()
         named, given, self._digests = array("q"), array("q"), array("Q")
-        for row, size in self._read(self._spool, told=True):
+        for row, size in self._read(self._spool, progress=True):
             digest.update(row.digest)
             self._digests.append(_short(row.digest))
             if row.named:
@@ -228,8 +228,8 @@ class JobInput:
         if index + 1 < self.count:
             raise ValueError(f"the input has lost lines since the job began; {RESTORE}")
 
-    def _read(self, copy: BinaryIO | None = None, *, told: bool = False) -> Iterator[tuple[Row, int]]:
-        """Every row and its size in bytes; copies all to a file if there is one. `told`: says how far it is."""
+    def _read(self, copy: BinaryIO | None = None, *, progress: bool = False) -> Iterator[tuple[Row, int]]:
+        """Every row and its size in bytes; copies all to a file if there is one. `progress`: logs how far it is."""
         if self._spool is not None and copy is None:
             self._spool.seek(0)
         stream = input_lines(self._paths) if self._spool is None or copy is not None else self._spool
@@ -242,6 +242,6 @@ class JobInput:
             row = read_row(raw, index)
             yield row if self._column is None else replace(row, is_batch=False), len(raw)
             index += 1
-            if told and (now := time.perf_counter()) > due:
+            if progress and (now := time.perf_counter()) > due:
                 log.info("reading the input: %d lines ...", index)
                 due = now + PATIENCE

@@ -119,7 +119,7 @@ class _Lines:
 
 
 def write_parquet(path: Path, records: Path, fields: Sequence[str] | None) -> None:
-    """Puts the records of a finished job into the place of a Parquet file.
+    """Writes the records of a finished job as a Parquet file, which takes the place of an older one when it is whole.
 
     Args:
         records: lines of JSON.
@@ -149,7 +149,7 @@ def write_parquet(path: Path, records: Path, fields: Sequence[str] | None) -> No
 
 
 class _Written(io.RawIOBase):
-    """Bytes that a file would have, to be taken away as they come."""
+    """A file in memory, whose bytes are taken out as they come."""
 
     def __init__(self) -> None:
         self.pieces, self._size = list[bytes](), 0
