@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from dflash_jax import __main__ as commands
@@ -26,6 +24,9 @@ from dflash_jax.infer.text import Text
 from tests import tiny
 from tests.infer.jobs.test_long_jobs import DEFAULTS, OneToken
 from tests.jobs import ROWS, command, records, write
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
 
 
 def table(path, rows, **options):
