@@ -8,10 +8,12 @@ from dflash_jax.chips import GIB
 def table(figures: Figures) -> str:
     """The figures as text."""
     size = lambda n: f"{n / GIB:.2f} GiB" if n > GIB / 100 else f"{n / 2**20:.2f} MiB"
-    axes = ", ".join(f"{name} {n}" for name, n in figures["mesh"].items() if n > 1) or "one device"
+    axes = ", ".join(f"{name} {n}" for name, n in figures["mesh"].items() if n > 1)
     stored = "".join(f"   {key} in {how}" for key, how in figures.get("quantize", {}).items())
     source = "as compiled" if "argument_bytes" in figures else "as traced (for more: .[cuda-compiler])"
-    lines = [f"{figures['topology']}   {figures['devices']} devices   {axes}{stored}", "", f"per device, {source}"]
+    count = figures["devices"]
+    devices = "one device" if count == 1 else f"{count} devices"
+    lines = ["   ".join(filter(None, [figures["topology"], devices, axes])) + stored, "", f"per device, {source}"]
     shown = figures.get("parts", {}) | figures
     for key in ("weight_bytes", "cache_bytes", "argument_bytes", "temporary_bytes", "updated_in_place_bytes"):
         if key in shown:
@@ -24,6 +26,8 @@ def table(figures: Figures) -> str:
     if figures.get("requests_by_length"):
         found = ", ".join(f"{count} of {length:,}" for length, count in figures["requests_by_length"].items())
         lines.append(f"  {'requests at a time':20} {found} tokens, if no prompts are cached")
+    if "constraint_bytes" in figures:
+        lines.append(f"  {'constraint tables':20} {size(figures['constraint_bytes'])} more, with serve --http")
     counted = figures.get("parts", figures)
     if "flops" in counted and "model_flops" not in figures:
         accessed = size(counted["bytes_accessed"])

@@ -37,6 +37,8 @@ from dflash_jax.drafters.config import DrafterConfig
 from dflash_jax.drafters.ngram import named
 from dflash_jax.files import reading
 from dflash_jax.infer.engine.compiler_options import BLOCK_OPTIONS
+from dflash_jax.infer.engine.constraints import room_for
+from dflash_jax.infer.engine.engine_config import EngineConfig
 from dflash_jax.infer.engine.graphs import GRAPH_OPTIONS
 from dflash_jax.infer.engine.memory import RESERVE, row_bytes
 from dflash_jax.infer.engine.params import STOP_WIDTH
@@ -111,6 +113,9 @@ def plan(options: PlanOptions) -> Figures:
     if not options.training and options.cache_tokens is None:
         dtype, weights = topologies.dtype_for(name), figures.get("parts", figures)["weight_bytes"]
         figures["requests_by_length"] = requests_by_length(raws, sizes, chip, weights, options.draft_window, dtype)
+    if not options.training:
+        tables = room_for(_parsed(raws)[0].vocab_size, EngineConfig.constraint_states)
+        figures["constraint_bytes"] = size_in_bytes(tables)
     figures["fits"] = figures["peak_bytes"] < chip.memory
     return figures if options.training else figures | least_time(chip, figures, tau, options.batch_size)
 

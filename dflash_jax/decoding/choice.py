@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.decoding.automata import Automata, Walk
+from dflash_jax.decoding.automata import FREE, Automata, Walk
 from dflash_jax.decoding.calibration import Calibration
 from dflash_jax.decoding.penalties import History, Penalties
 from dflash_jax.decoding.proposal import Block, Proposal
@@ -84,7 +84,7 @@ class Choice(struct.PyTreeNode):
     def constrained(self) -> Bool[Array, " B"]:
         """Rows that have a constraint; there must be automata."""
         assert self.walk is not None
-        return self.walk.state > 0
+        return self.walk.state != FREE
 
     def restricted(self, vocabulary: Int[Array, " M"] | None = None, *, forbidden: tuple[int, ...] = ()) -> "Choice":
         """The same for a drafter that can propose some tokens only.
@@ -157,9 +157,14 @@ class Choice(struct.PyTreeNode):
         """The state of each row's automaton after the anchor and after each node."""
         if self.automata is None or self.walk is None:
             return None
-        if proposal.parents is None:
-            return self.walk.along(self.automata, proposal.tokens)
-        return self.walk.in_tree(self.automata, proposal.tokens, proposal.parents, proposal.depth)
+        automata, walk, (rows, nodes) = self.automata, self.walk, proposal.tokens.shape
+
+        def walked() -> Int[Array, "B T"]:
+            if proposal.parents is None:
+                return walk.along(automata, proposal.tokens)
+            return walk.in_tree(automata, proposal.tokens, proposal.parents, proposal.depth)
+
+        return if_any(self.constrained, walked, lambda: jnp.full((rows, nodes + 1), FREE, jnp.int32))
 
     def following(self, states: Int[Array, "B T"] | None, tokens: Int[Array, "B T"]) -> Int[Array, "B T"] | None:
         """The states after further tokens, the target's ids."""

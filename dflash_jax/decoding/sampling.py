@@ -119,11 +119,32 @@ def top_k(scores: Float[Array, "B T V"], count: int) -> tuple[Float[Array, "B T 
 
 
 def first_argmax(scores: Float[Array, "B T V"]) -> Int[Array, "B T"]:
-    """The lowest index of the largest score; two plain reductions, which vectorize where argmax does not."""
-    index = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None, None]
-    best = jnp.max(scores, axis=-1, keepdims=True)
-    # A row of NaN equals nothing; the clamp keeps its token inside the vocabulary.
-    return jnp.minimum(jnp.min(jnp.where(scores == best, index, scores.shape[-1]), axis=-1), scores.shape[-1] - 1)
+    """The lowest index of the largest score, or the last one where a score is NaN."""
+    return best_score(scores)[1]
+
+
+def best_score(scores: Float[Array, "B T V"]) -> tuple[Float[Array, "B T"], Int[Array, "B T"]]:
+    """The largest score, and its lowest index, or the last one where a score is NaN.
+
+    Two plain reductions, which vectorize where argmax does not. On a GPU that has the whole vocabulary, one of pairs:
+    it starts half as many kernels, and whatever the scores are computed from becomes a part of it.
+    """
+    last = scores.shape[-1] - 1
+    index = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
+    if platform() == "gpu" and parts_of(current_mesh(), HEADS) == 1:
+        nothing = jnp.array(-jnp.inf, scores.dtype), jnp.int32(last)
+        best, place = jax.lax.reduce((scores, index), nothing, _better, (2,))
+    else:
+        best = jnp.max(scores, axis=-1)
+        place = jnp.min(jnp.where(scores == best[..., None], index, last), axis=-1)
+    return best, jnp.where(jnp.isnan(best), last, place)
+
+
+def _better(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Of two scores with their indices the larger one, of equal ones the first, and NaN before all."""
+    (x, i), (y, j) = a, b
+    first = (x > y) | jnp.isnan(x) | ((x == y) & (i < j))
+    return jnp.where(first, x, y), jnp.where(first, i, j)
 
 
 def perturbed_scores(

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.decoding.calibration import MOST_LOGIT, SHARPNESS, Lessons
 from dflash_jax.decoding.choice import Choice
 from dflash_jax.decoding.proposal import Proposal
-from dflash_jax.decoding.sampling import first_argmax, if_any, scaled_scores, select, top_k
+from dflash_jax.decoding.sampling import best_score, first_argmax, if_any, scaled_scores, select, top_k
 from dflash_jax.decoding.tree import Ranked
 
 Noise = Callable[[], Array]  # [#B #T N], made inside conditions: their operands are made even if no row needs them
@@ -44,11 +44,11 @@ def pick(
     noise, ids = _options(choice, depths, candidates)
     if choice.plain or choice.sharpness is None:
         places = first_argmax(scores) if choice.plain else select(scores, noise(), choice.sampling)
-        return Proposal(_hinted(ids(places[..., None])[..., 0], scores, hints))
+        return Proposal(_hinted(ids(places[..., None])[..., 0], jnp.max(scores, axis=-1), hints))
     trials = ids(_trials(choice, scores, noise))
     best = choice.sharpness[depths][None, :, None]
     tokens = jnp.take_along_axis(trials, best, axis=2)[..., 0]
-    return Proposal(_hinted(tokens, scores, hints), lessons=Lessons(trials))
+    return Proposal(_hinted(tokens, jnp.max(scores, axis=-1), hints), lessons=Lessons(trials))
 
 
 def pick_in_turn(choice: Choice, scores: Float[Array, "B T N"]) -> Int[Array, "B T"]:
@@ -67,20 +67,17 @@ def pick_in_turn(choice: Choice, scores: Float[Array, "B T N"]) -> Int[Array, "B
                 c = jnp.asarray(SHARPNESS)[choice.sharpness[depth]]
             sharp = jnp.where(jnp.isfinite(c), c, 1.0) * keys / jnp.where(sampled, temperature, 1.0)
             keys = jnp.where(sampled & jnp.isfinite(c), sharp + choice.noise[:, depth, None], keys)
-        keys = choice.masked(keys, states)
-        best = choice.ids(first_argmax(keys))
-        tokens.append(_hinted(best, keys, choice.automata.hint[states]))
+        best, places = best_score(choice.masked(keys, states))
+        tokens.append(_hinted(choice.ids(places), best, choice.automata.hint[states]))
         states = choice.automata.following(states, choice.walk.automaton, tokens[-1])
     return jnp.concatenate(tokens, axis=1)
 
 
-def _hinted(
-    tokens: Int[Array, "B T"], scores: Float[Array, "B T N"], hints: Int[Array, "B T"] | None
-) -> Int[Array, "B T"]:
-    """The tokens, and where none has a score, what is hinted at."""
+def _hinted(tokens: Int[Array, "B T"], best: Float[Array, "B T"], hints: Int[Array, "B T"] | None) -> Int[Array, "B T"]:
+    """The tokens, and where the best score is minus infinity, what is hinted at."""
     if hints is None:
         return tokens
-    return jnp.where((jnp.max(scores, axis=-1) == -jnp.inf) & (hints >= 0), hints, tokens)
+    return jnp.where((best == -jnp.inf) & (hints >= 0), hints, tokens)
 
 
 def rank(
@@ -109,7 +106,7 @@ def rank(
         (scores, scores) if choice.plain else if_any(choice.sampling.temperature > 0, coupled, lambda: (scores, scores))
     )
     if count == 1:
-        best, places = jnp.max(keys, axis=-1, keepdims=True), first_argmax(keys)[..., None]
+        best, places = (x[..., None] for x in best_score(keys))
     else:
         best, places = top_k(keys, min(choice.nodes, choice.ranks, keys.shape[-1]))
     logits = _logits(jnp.take_along_axis(own, places, axis=-1) - jax.nn.logsumexp(own, axis=-1, keepdims=True))

@@ -56,6 +56,12 @@ class Ready:
         return sum(x.nbytes for x in (*self.automaton, self.masks, self.mask_of))
 
 
+def room_for(vocab_size: int, states: int) -> Automata:
+    """Empty tables with room for so many states of all automata together, on the host."""
+    rooms = {"states": states, "cells": CELLS * states, "masks": states // MASKS}
+    return empty_tables(vocab_size, **rooms, automata=AUTOMATA)
+
+
 @dataclass
 class _Placed:
     """Where an automaton lies in the tables, and how many requests use it."""
@@ -82,9 +88,7 @@ class Constraints:
     tables: Automata = field(init=False)
 
     def __post_init__(self):
-        size = self.target.config.vocab_size
-        rooms = {"states": self.states, "cells": CELLS * self.states, "masks": self.states // MASKS}
-        self._host = empty_tables(size, **rooms, automata=AUTOMATA)
+        self._host = room_for(self.target.config.vocab_size, self.states)
         self._lock, self._vocabulary = threading.Lock(), None
         self._making = threading.Lock()  # of what takes long; `knows` must not wait for it
         self._process: Process | None = None

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dflash_jax.decoding.sampling import (
     Sampling,
     _units,
+    best_score,
     check_sampling,
     filter_scores,
     first_argmax,
@@ -172,9 +173,16 @@ def test_float_edges_stay_near_greedy():
         assert selected(logits, noise, sampling).tolist() == [[1]]
 
 
-def test_ties_go_to_the_lowest_id_and_nan_stays_in_range():
-    scores = jnp.asarray([[[1.0, 5.0, 5.0], [jnp.nan] * 3, [-jnp.inf, -jnp.inf, 0.0]]])
-    assert first_argmax(scores).tolist() == [[1, 2, 2]]
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_ties_go_to_the_lowest_id_and_nan_stays_in_range(device):
+    nan, low = jnp.nan, -jnp.inf
+    rows = [[1.0, 5.0, 5.0], [nan] * 3, [low, low, 0.0], [low] * 3, [nan, 1.0, 2.0], [1.0, nan, 2.0], [2.0, 1.0, nan]]
+    with using(None, device):
+        assert first_argmax(jnp.asarray([rows])).tolist() == [[1, 2, 2, 0, 2, 2, 2]]
+        scores = jnp.asarray(np.random.default_rng(0).integers(0, 40, (3, 5, 301)), jnp.float32)  # many are equal
+        best, place = best_score(scores)
+    assert (best == jnp.max(scores, axis=2)).all()
+    assert (place == jnp.argmax(scores, axis=2)).all()
 
 
 def test_a_prefix_of_the_vocabulary_draws_the_same_noise():

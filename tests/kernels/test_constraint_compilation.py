@@ -16,7 +16,7 @@ from dflash_jax.mesh import make_mesh, parse_mesh
 from tests.chips import topology
 from tests.kernels.test_gpu_compilation import PAIRS, compiling_for, cut
 
-VERIFY, DEPTH = 10, 6  # most kernels more: in every step, and at each depth that is proposed where a row has one
+VERIFY, DEPTH, WALK = 5, 4, 6  # most kernels more: in every step; where a row has one, at each depth, and in all
 STATES = 2**14
 
 
@@ -57,6 +57,6 @@ def test_they_add_few_kernels(block_size, tmp_path):
     assert (found["graphs"], found["host_decisions"]) == (without["graphs"], without["host_decisions"])
     depth = max(block_size - 1, 0)
     assert found["kernels"] <= without["kernels"] + VERIFY
-    assert found["conditional_kernels"] <= without["conditional_kernels"] + DEPTH * depth + 3
+    assert found["conditional_kernels"] <= without["conditional_kernels"] + DEPTH * depth + WALK
     wide = 4 * (depth + 1) * target["vocab_size"]  # bytes of an array of logits; there is not one more
     assert memory[True] < memory[False] + wide / 2
