@@ -1,10 +1,13 @@
 """Automata that read tokens do what those over bytes do."""
 
+import json
 import random
+from string import ascii_lowercase
 
 import numpy as np
 import pytest
 
+from dflash_jax.constraints import texts
 from dflash_jax.constraints.automaton import automaton
 from dflash_jax.constraints.constraint import choice, json_schema, prepared, regex
 from dflash_jax.constraints.errors import ConstraintError
@@ -57,6 +60,23 @@ def test_every_state_allows_what_its_bytes_do(seed):
                 waiting.append(after)
             assert not after or state_of[after] == byte_state
     assert sorted(state_of) == list(range(1, len(found.next)))
+
+
+@pytest.mark.parametrize("name", ["email", "uri", "hostname"])
+def test_long_texts_of_many_words_are_read_by_a_large_vocabulary(name, monkeypatch):
+    """A hostname of some 600 letters, and every word of the vocabulary at each of them."""
+    rng = random.Random(3)
+    words = {"".join(rng.choices(ascii_lowercase + "-", k=rng.randint(1, 12))).encode() for _ in range(80_000)}
+    large = Vocabulary([None, *(bytes([byte]) for byte in range(256)), *sorted(words)])
+    constraint = json_schema({"type": "string", "format": name})
+    found = prepared(constraint, large, [0])
+    text = {"email": "a-b@c-d.org", "uri": "http://a-b.org/c-d", "hostname": "a-b.org"}[name]
+    states = found.walk([large.numbers[bytes([byte])] for byte in json.dumps(text).encode()])
+    assert found.allows(states[-1])[0]
+    assert max(found.allows(state).sum() for state in states) > 40_000
+    monkeypatch.setattr(texts, "MOST", 1000)
+    with pytest.raises(ConstraintError, match="too many tokens in too many states"):
+        prepared(constraint, large, [0])
 
 
 def test_where_no_tokens_lead_on_none_are_allowed():
