@@ -11,7 +11,7 @@ import numpy as np
 from dflash_jax.constraints.automaton import DEAD, Budget
 from dflash_jax.constraints.errors import ConstraintError
 
-MOST = 2**23  # states times moves: twice the transitions that the tables of an engine have
+MOST = 2**24  # states times moves: twice the transitions that the tables of an engine have
 NOWHERE = 0  # the move of texts that no state allows
 
 
@@ -74,14 +74,14 @@ class Moves:
 
     def __init__(self, following: np.ndarray):
         size = len(following)
-        self.to = [np.full(size, DEAD, np.int32), np.arange(size, dtype=np.int32)]
+        self.to = [np.full(size, DEAD, np.int16), np.arange(size, dtype=np.int16)]
         self._weights, self._names = np.random.default_rng(1).integers(1, 2**63, (2, size), dtype=np.uint64)
         self._weights |= np.uint64(1)
         self._names[DEAD] = 0
         # Moves with equal sums are one: others have equal ones by a chance of 2**-60 only.
         sums = (self._weights[:, None] * self._names[following]).sum(axis=0, dtype=np.uint64)
         _, first, self._classes = np.unique(sums, return_index=True, return_inverse=True)
-        self._step = np.ascontiguousarray(following[:, first].T)  # by bytes that no state tells apart
+        self._step = np.ascontiguousarray(following[:, first].T.astype(np.int16))  # by bytes that no state tells apart
         self._stepped = self._names[following[:, first]]
         self._sums, self._known = dict[int, np.ndarray](), {0: NOWHERE}
         self._after = np.full((64, len(first)), -1, np.int32)

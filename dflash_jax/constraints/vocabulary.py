@@ -94,7 +94,7 @@ class Vocabulary:
         moves, tree = Moves(automaton.next[:, :OTHER]), self._tree
         move = np.append(moves.of_texts(tree, budget), NOWHERE)[tree.of_token]  # of each token
         symbols = {i: (marks or {}).get(name, OTHER) for name, i in self.special.items()}
-        to = [*moves.to, *automaton.next[:, OTHER:].T]
+        to = [*moves.to, *automaton.next[:, OTHER:].T.astype(np.int16)]
         for i, symbol in symbols.items():
             if automaton.next[:, symbol].any():
                 move[i] = len(moves.to) + symbol - OTHER

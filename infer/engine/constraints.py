@@ -26,7 +26,7 @@ KEPT = 2**28  # bytes of prepared constraints, used or not
 AUTOMATA = 64  # in the tables at a time
 MOST_CLASSES = 2**15 - 1  # of tokens: the largest number of the tables' kind
 NO_ROOM = "constraint_too_large"
-CELLS = 256  # transitions for each state of the tables,
+CELLS = 512  # transitions for each state of the tables,
 MASKS = 8  # and one mask for so many
 
 

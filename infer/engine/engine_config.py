@@ -63,7 +63,7 @@ class EngineConfig:
         constraints: whether requests may have a constraint (`SamplingParams.constraint`). If not, programs have no part
             for them.
         constraint_states: maximum number of automaton states of all constraints in use. Their tables take some memory:
-            about 65 MB with the default and a vocabulary of 150,000.
+            about 75 MB with the default and a vocabulary of 150,000.
 
     Raises:
         ValueError: a setting out of range, or two that cannot be combined.

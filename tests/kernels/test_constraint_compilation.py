@@ -9,6 +9,7 @@ from dflash_jax.benchmarks.compiled import launches
 from dflash_jax.decoding.automata import Automata, Walk
 from dflash_jax.infer.engine.chooser import Draft
 from dflash_jax.infer.engine.compiler_options import BLOCK_OPTIONS
+from dflash_jax.infer.engine.constraints import CELLS
 from dflash_jax.infer.engine.engine_config import EngineConfig
 from dflash_jax.infer.engine.graphs import GRAPH_OPTIONS
 from dflash_jax.infer.engine.programs import decode_call
@@ -24,7 +25,7 @@ def tables(size, sharding):
     """Shapes of an engine's tables."""
     shape = lambda dtype, *dims: jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
     of_states = (shape(jnp.int32, STATES) for _ in range(3))
-    masks, cells = shape(jnp.uint32, STATES // 8, -(-size // 32)), shape(jnp.int16, 256 * STATES)
+    masks, cells = shape(jnp.uint32, STATES // 8, -(-size // 32)), shape(jnp.int16, CELLS * STATES)
     return Automata(masks, *of_states, cells, shape(jnp.int16, 64, size))
 
 
