@@ -28,7 +28,10 @@ _HOST = rf"{_LABEL}(\.{_LABEL}){{0,8}}"
 _ATOM = r"[a-zA-Z0-9_+-]+"
 _CLOCK = r"T(\d+H(\d+M(\d+S)?)?|\d+M(\d+S)?|\d+S)"
 _CALENDAR = r"(\d+Y(\d+M(\d+D)?)?|\d+M(\d+D)?|\d+D)"
+_HEX = "[0-9a-fA-F]"
+_BASE64 = "[A-Za-z0-9+/]"
 
+ANY = {"binary", "directory-path", "file-path", "password", "path"}  # of any content, as OpenAPI and Pydantic name them
 FORMATS = {
     "date": _DATE,
     "time": _TIME,
@@ -40,5 +43,10 @@ FORMATS = {
     "ipv6": _IPV6,
     "uri": rf"[a-zA-Z][a-zA-Z0-9+.-]{{0,15}}://{_HOST}(:\d{{1,5}})?(/[a-zA-Z0-9._~!$&'()*+,;=:@-]*)*"
     r"(\?[a-zA-Z0-9._~!$&'()*+,;=:@/?-]*)?(#[a-zA-Z0-9._~!$&'()*+,;=:@/?-]*)?",
-    "uuid": r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}",
+    "uuid": rf"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}",
+    "byte": rf"({_BASE64}{{4}})*({_BASE64}{{2}}==|{_BASE64}{{3}}=)?",
+}
+FORMATS |= {
+    f"uuid{version}": rf"{_HEX}{{8}}-{_HEX}{{4}}-{version}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}"
+    for version in (1, 3, 4, 5, 6, 7, 8)
 }

@@ -12,7 +12,7 @@ from dflash_jax.files import Fields, Value
 SAYS_NOTHING = frozenset(
     """
     title description default examples example $schema $id id $comment $defs definitions deprecated readOnly writeOnly
-    $anchor discriminator contentEncoding contentMediaType
+    $anchor discriminator contentEncoding contentMediaType nullable
     """.split()
 )
 OF_TYPE: Mapping[str, Sequence[str]] = {
@@ -28,7 +28,7 @@ KNOWN = {*SAYS_NOTHING, *NESTED, "type", "enum", "const", *(name for names in OF
 _REFUSED = frozenset(
     """
     not if then else contains minContains maxContains unevaluatedProperties unevaluatedItems dependentRequired
-    dependentSchemas dependencies nullable $dynamicRef $dynamicAnchor $recursiveRef additionalItems contentSchema
+    dependentSchemas dependencies $dynamicRef $dynamicAnchor $recursiveRef additionalItems contentSchema
     """.split()
 )
 

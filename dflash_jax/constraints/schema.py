@@ -16,7 +16,7 @@ from dflash_jax.constraints.characters import ALL, utf8
 from dflash_jax.constraints.conjunction import NESTED, conjunction
 from dflash_jax.constraints.errors import ConstraintError
 from dflash_jax.constraints.expressions import Expression, Expressions
-from dflash_jax.constraints.formats import FORMATS
+from dflash_jax.constraints.formats import ANY, FORMATS
 from dflash_jax.constraints.keywords import OF_TYPE, SAYS_NOTHING, check, pointer
 from dflash_jax.constraints.notation import Layout, Notation
 from dflash_jax.constraints.numbers import Numbers
@@ -222,9 +222,9 @@ class _Compiler:
         parts = list[Expression]()
         if "pattern" in schema:
             parts.append(regex(made, schema["pattern"], encode, search=True))
-        if "format" in schema:
+        if "format" in schema and schema["format"] not in ANY:
             if schema["format"] not in FORMATS:
-                known = ", ".join(sorted(FORMATS))
+                known = ", ".join(sorted({*FORMATS, *ANY}))
                 self._unsupported(
                     f"{at}/format", f"{schema['format']!r:.60} is not among {known}; leave it out, or give a pattern"
                 )

@@ -89,6 +89,10 @@ VALID = [
     ({"type": "string", "pattern": "^.b", "minLength": 3, "maxLength": 3}, ['"abc"']),
     ({"type": "string", "pattern": '"'}, ['"a\\"b"']),
     ({"type": "object", "required": ["z"]}, ['{"z": [1]}']),
+    ({"type": "string", "format": "uuid4"}, ['"8f14e45f-ceea-4671-a7d3-0123456789ab"']),
+    ({"type": "string", "format": "byte"}, ['""', '"aGk="', '"aGVsbG8+"']),
+    ({"type": "string", "format": "file-path", "nullable": True}, ['"/a b/c"']),
+    ({"type": "integer", "format": "int64"}, ["12"]),
 ]
 
 
@@ -117,6 +121,9 @@ INVALID = [
     ({"type": "number", "exclusiveMaximum": 1}, ["0." + "9" * 20]),
     ({"allOf": [{"minProperties": 1, "type": "object"}, {"minProperties": 0}]}, ["{}"]),
     ({"type": "string", "pattern": "^\\S+$"}, ['"\u00a0"']),
+    ({"type": "string", "format": "uuid4"}, ['"8f14e45f-ceea-1671-a7d3-0123456789ab"']),
+    ({"type": "string", "format": "byte"}, ['"aGk"', '"a"', '"===="']),
+    ({"type": "string", "nullable": True}, ["null"]),
     ({"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2}, ["[]", "[1,2,3]"]),
     (
         {"type": "object", "properties": {"a": True}, "required": ["a"], "additionalProperties": False},
@@ -163,7 +170,7 @@ REFUSED = [
     ({"type": "integer", "minimum": 5, "maximum": 4}, "unsatisfiable", "nothing satisfies"),
     ({"type": "string", "minLength": 100000, "maxLength": 100001}, "constraint_too_large", "states"),
     ({"if": {}, "then": {}}, "unsupported_schema", "/if"),
-    ({"type": "object", "nullable": True}, "unsupported_schema", "/nullable"),
+    ({"type": "object", "dependencies": {}}, "unsupported_schema", "/dependencies"),
     ({"type": "object", "properties": {"a": {}}, "maxProperties": 0}, "unsupported_schema", "/maxProperties"),
     ({"anyOf": []}, "invalid_schema", "/anyOf"),
     ({"properties": {"ab": {}}, "patternProperties": {"^a": {"type": "integer"}}}, "unsupported_schema", "matches"),
