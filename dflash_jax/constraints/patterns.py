@@ -1,10 +1,10 @@
 """Regular expressions as text, read into `expressions`.
 
-Python's syntax with ASCII classes: alternation, classes, groups, quantifiers, `.`, and anchors at the beginning and the
-end. What no automaton of bounded size can do, or what engines understand differently, is refused by name.
+Python's syntax with ASCII classes: alternation, classes, groups, quantifiers, `.`, anchors at the beginning and the end,
+and look-ahead outside groups. What no automaton of bounded size can do, or what engines understand differently, is refused by name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -44,7 +44,15 @@ class _Group:
     branches: "tuple[tuple[_Part, ...], ...]"
 
 
-_Part = Characters | _Times | _Group | str  # a string is an anchor
+@dataclass(frozen=True)
+class _Ahead:
+    """What must follow, or must not."""
+
+    group: _Group
+    negative: bool
+
+
+_Part = Characters | _Times | _Group | _Ahead | str  # a string is an anchor
 
 
 def regex(made: Expressions, text: str, encode: Encode, *, search: bool = False) -> Expression:
@@ -71,10 +79,30 @@ def regex(made: Expressions, text: str, encode: Encode, *, search: bool = False)
             return made.times(written(part.part), part.least, part.most)
         if isinstance(part, _Group):
             return made.either([made.sequence([written(p) for p in branch]) for branch in part.branches])
-        raise ConstraintError(
-            "invalid_regex",
-            f"{part} is supported at the beginning and the end of the whole expression only: {text!r:.80}",
-        )
+        where = "outside groups" if isinstance(part, _Ahead) else "at the beginning and the end of the whole expression"
+        what = "look-ahead" if isinstance(part, _Ahead) else part
+        raise ConstraintError("invalid_regex", f"{what} is supported {where} only: {text!r:.80}")
+
+    def following(parts: Sequence[_Part], after: Expression, *, begins: bool) -> Expression:
+        """A sequence up to the end of the text; `begins` says whether it stands at the beginning."""
+        at = next((i for i, part in enumerate(parts) if isinstance(part, _Ahead)), None)
+        if at is None:
+            return made.sequence([*map(written, parts), after])
+        ahead, begins = parts[at], begins and at == 0
+        assert isinstance(ahead, _Ahead)
+        # Python's $ also matches before a last new line, that of schemas does not: what is excluded counts it.
+        end = made.optional(encode(made, _single(10))) if ahead.negative else made.empty
+        seen = made.either([looked_at(list(branch), end, begins=begins) for branch in ahead.group.branches])
+        rest = following(parts[at + 1 :], after, begins=begins)
+        both = made.both([made.without(seen) if ahead.negative else seen, rest])
+        return made.sequence([*map(written, parts[:at]), both])
+
+    def looked_at(parts: list[_Part], end: Expression, *, begins: bool) -> Expression:
+        """What look-ahead matches, and anything after it."""
+        while begins and parts and parts[0] == _BEGIN:
+            parts.pop(0)
+        ends = bool(parts) and parts[-1] == _END
+        return made.sequence([*map(written, parts[:-1] if ends else parts), end if ends else made.anything])
 
     def whole(group: _Group) -> Expression:
         found = list[Expression]()
@@ -92,7 +120,7 @@ def regex(made: Expressions, text: str, encode: Encode, *, search: bool = False)
             if len(parts) == 1 and isinstance(parts[0], _Group) and not search:
                 found.append(whole(parts[0]))
                 continue
-            found.append(made.sequence([before, *map(written, parts), after]))
+            found.append(made.then(before, following(parts, after, begins=before is made.empty)))
         return made.either(found)
 
     return whole(group)
@@ -149,7 +177,9 @@ class _Reader:
                 least, most = counts
             else:
                 return part
-            if isinstance(part, str) or (isinstance(part, _Times) and self._at > begin and part is not self._whole):
+            if isinstance(part, str | _Ahead) or (
+                isinstance(part, _Times) and self._at > begin and part is not self._whole
+            ):
                 self._at = begin
                 self._refuse("nothing to repeat")
             if self._next() == "+":
@@ -199,7 +229,10 @@ class _Reader:
         self._at += 1
         return _single(ord(self._text[self._at - 1]))
 
-    def _parentheses(self) -> _Group:
+    def _parentheses(self) -> _Group | _Ahead:
+        negative = self._take("?!")
+        if negative or self._take("?="):
+            return _Ahead(self._inside(), negative)
         if self._take("?"):
             if self._take("P<") or (self._text[self._at : self._at + 2] not in ("<=", "<!") and self._take("<")):
                 name, closed, _ = self._text[self._at :].partition(">")
@@ -207,7 +240,11 @@ class _Reader:
                     self._refuse("the name of a group must be an identifier")
                 self._at += len(name) + 1
             elif not self._take(":"):
-                self._refuse("look-around, flags and back-references are not supported")
+                self._refuse("look-behind, flags and back-references are not supported")
+        return self._inside()
+
+    def _inside(self) -> _Group:
+        """A group, and the parenthesis after it."""
         group = self._group()
         if not self._take(")"):
             self._refuse("a missing )")

@@ -16,6 +16,7 @@ PATTERNS = [
     *["a|b*", "(ab|cd){2,3}x?", r"[^a-c\d]+", "^(foo|bar)$", ".{0,5}é+[à-ü]*", r"\w+@\w+\.(com|org)", "a{,3}b{2,}"],
     *["x{a}", "(?P<n>a)(?:b|)", "[]a]+", r"[\w-]+", r"\x41\u00e9?", r"a\.b\$", "(a*)*", "(|a)+b", "a??b+?", "[a-]x|^b"],
     *[r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d+)?(Z|[+-]\d{2}:\d{2})", r"\s*\S\D\W", r"[\]\\^]", "(a|ab)(c|bcd)(d*)"],
+    *["(?!ab)[a-c]{2}x*", "(?=.*b)(?=.*[0-9])[ab0-9]{2,4}", r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$", "a(?!b|c$)[bc]+|(?=x)x"],
 ]
 ALPHABET = "abcdxyfoobr0123456789-T:+.Z@comrgéàü{}]\\^$ \n\tA"
 
@@ -48,7 +49,9 @@ def test_they_are_those_of_python(pattern):
     assert matched
 
 
-@pytest.mark.parametrize("pattern", ["b", "^ab", "b$", "^a|b$", "[0-9]{2}", "^$", ""])
+@pytest.mark.parametrize(
+    "pattern", ["b", "^ab", "b$", "^a|b$", "[0-9]{2}", "^$", "", "^(?!a|b$).", "a(?!b)", "^(?=.*9)(?!.*é)"]
+)
 def test_a_search_finds_it_anywhere(pattern):
     made, rng = Expressions(), random.Random(0)
     found = automaton(made, regex(made, pattern, utf8, search=True))
@@ -67,8 +70,10 @@ def test_a_search_finds_it_anywhere(pattern):
         ("a**", "multiple repeat"),
         ("a{3,1}", "fewer than the least"),
         ("a++", "possessive"),
-        ("(?=a)", "look-around"),
-        ("(?<!a)b", "look-around"),
+        ("((?=a)b)c", "look-ahead is supported outside groups only"),
+        ("(?=a)*", "nothing to repeat"),
+        ("a(?=^b)", "the beginning and the end"),
+        ("(?<!a)b", "look-behind"),
         (r"(a)\1", r"\\1 is not supported"),
         (r"\bword", r"\\b is not supported"),
         (r"\p{L}", r"\\p is not supported"),
