@@ -1,7 +1,8 @@
 """Regular expressions as text, read into `expressions`.
 
-Python's syntax with ASCII classes: alternation, classes, groups, quantifiers, `.`, anchors at the beginning and the end,
-and look-ahead outside groups. What no automaton of bounded size can do, or what engines understand differently, is refused by name.
+Python's syntax with ASCII classes: alternation, classes, groups, quantifiers, `.`, anchors at the beginning and the
+end, and look-ahead outside groups. What no automaton of bounded size can do, or what engines understand differently, is
+refused by name.
 """
 
 from collections.abc import Callable, Sequence

@@ -102,7 +102,7 @@ class Moves:
             before, by = np.repeat(move, counts), self._classes[tree.byte[node]]
             new = self._after[before, by] < 0
             for pair in np.unique(before[new] * len(self._step) + by[new]).tolist():
-                self._append(*divmod(pair, len(self._step)), budget)
+                self._append(pair // len(self._step), pair % len(self._step), budget)
             move = self._after[before, by]
             alive = np.flatnonzero(move)
             node, move = node[alive], move[alive]
