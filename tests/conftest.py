@@ -67,6 +67,14 @@ def _memory_maps():
     return len(maps.read_bytes().splitlines()) if maps.exists() else math.inf
 
 
+SLOW = frozenset(Path(__file__).with_name("slow_tests.txt").read_text().splitlines())
+
+
+def pytest_itemcollected(item):
+    if item.nodeid in SLOW:
+        item.add_marker(pytest.mark.slow)
+
+
 PARTS = 8  # of which .ci/run takes one
 
 

@@ -146,6 +146,15 @@ def test_a_kind_of_drafter_is_named_in_its_own_file():
     assert len(own & TREES.keys()) == len(registered) == 5
 
 
+def test_slow_tests_exist():
+    """What `slow_tests.txt` names, but for the parameters."""
+    ids = [line for line in (ROOT / "tests" / "slow_tests.txt").read_text().splitlines() if not line.startswith("#")]
+    assert ids == sorted(set(ids))
+    for name in ids:
+        file, test = name.split("[")[0].split("::")
+        assert f"\ndef {test}(" in (ROOT / file).read_text(), name
+
+
 def test_names_that_tests_replace_exist():
     """Tests replace names of the package by their path, some of them in tests that rarely run."""
     found = set()
