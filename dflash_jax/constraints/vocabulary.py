@@ -23,12 +23,16 @@ class TokenAutomaton(NamedTuple):
         next: of a state by the class of a token [S, C]; 0 where the token is not allowed.
         classes: of each token [V].
         allowed: which classes of tokens a state allows [S, C]; end tokens are allowed, and lead to state 0.
+        masks: the tokens that states allow, each set once, as bits of words, the lowest first [M, V / 32].
+        mask_of: which of them each state has [S].
         hint: a token that is likely in a state [S]; -1 is none.
     """
 
     next: np.ndarray
     classes: np.ndarray
     allowed: np.ndarray
+    masks: np.ndarray
+    mask_of: np.ndarray
     hint: np.ndarray
 
     def walk(self, tokens: Sequence[int]) -> list[int]:
@@ -125,8 +129,18 @@ class Vocabulary:
             frontier = frontier[(frontier > 0) & ~seen[frontier]]
         seen[DEAD] = True
         number = np.cumsum(seen) - 1
-        hint = _hints(automaton, allowed, classes, self, special)
-        return TokenAutomaton(number[table[seen]].astype(np.int32), classes.astype(np.int32), allowed[seen], hint[seen])
+        hint = _hints(automaton, allowed, classes, self, special)[seen]
+        following, allowed = number[table[seen]].astype(np.int32), allowed[seen]
+        return TokenAutomaton(following, classes.astype(np.int32), allowed, *_masks(allowed, classes), hint)
+
+
+def _masks(allowed: np.ndarray, classes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each set of tokens that a state allows once, and which of them each state has."""
+    sets, mask_of = np.unique(np.packbits(allowed, axis=1), axis=0, return_inverse=True)
+    sets = np.unpackbits(sets, axis=1, count=allowed.shape[1])
+    bits = np.packbits(sets[:, classes], axis=1, bitorder="little")
+    words = np.ascontiguousarray(np.pad(bits, ((0, 0), (0, -bits.shape[1] % 4)))).view("<u4")
+    return words, mask_of.reshape(-1)
 
 
 def _hints(

@@ -41,19 +41,15 @@ class Ready:
 
     Attributes:
         automaton: that reads tokens.
-        masks: tokens that its states allow, each set once, as words of bits.
-        mask_of: which of them each state has.
     """
 
     key: _Key
     automaton: TokenAutomaton
-    masks: np.ndarray
-    mask_of: np.ndarray
 
     @property
     def size(self) -> int:
         """Bytes that it takes."""
-        return sum(x.nbytes for x in (*self.automaton, self.masks, self.mask_of))
+        return sum(x.nbytes for x in self.automaton)
 
 
 def room_for(vocab_size: int, states: int) -> Automata:
@@ -168,14 +164,10 @@ class Constraints:
     def _fitting(self, key: _Key, constraint: Constraint) -> Ready:
         """A constraint, prepared; raises ConstraintError if it does not fit into the tables."""
         found = self._prepared(constraint, key.ends)
-        sets, mask_of = np.unique(np.packbits(found.allowed, axis=1), axis=0, return_inverse=True)
-        sets = np.unpackbits(sets, axis=1, count=found.allowed.shape[1])
-        bits = np.packbits(sets[:, found.classes], axis=1, bitorder="little")
-        words = np.ascontiguousarray(np.pad(bits, ((0, 0), (0, -bits.shape[1] % 4)))).view("<u4")
         room = len(self._host.cells), len(self._host.masks) - 1, MOST_CLASSES
-        if any(x > y for x, y in zip((found.next.size, len(words), found.next.shape[1]), room, strict=True)):
+        if any(x > y for x, y in zip((found.next.size, len(found.masks), found.next.shape[1]), room, strict=True)):
             raise ConstraintError(NO_ROOM, "the constraint takes too much memory; make it smaller")
-        return Ready(key, found, words, mask_of.reshape(-1))
+        return Ready(key, found)
 
     def _prepared(self, constraint: Constraint, ends: Sequence[int]) -> TokenAutomaton:
         vocabulary = self.vocabulary
@@ -224,7 +216,7 @@ class Constraints:
         numbers = set(range(AUTOMATA)) - {one.number for one in placed}
         states = _gap([one.states for one in placed], len(following) - 1, 1, self.states)
         cells = _gap([one.cells for one in placed], following.size, 0, len(self._host.cells))
-        new = sum(mask.tobytes() not in self._mask_at for mask in ready.masks)
+        new = sum(mask.tobytes() not in self._mask_at for mask in ready.automaton.masks)
         if not numbers or states is None or cells is None or new > self._mask_users.count(0):
             return None
         return min(numbers), states, cells
@@ -236,7 +228,7 @@ class Constraints:
 
     def _write(self, ready: Ready, number: int, state: int, cell: int) -> None:
         host, found, masks = self._host, ready.automaton, list[int]()
-        for mask in ready.masks:
+        for mask in found.masks:
             name = mask.tobytes()
             if name not in self._mask_at:
                 self._mask_at[name] = self._mask_users.index(0)
@@ -245,7 +237,7 @@ class Constraints:
             self._mask_users[masks[-1]] += 1
         size, classes = len(found.next) - 1, found.next.shape[1]  # without the dead state
         states, cells = slice(state, state + size), slice(cell, cell + found.next.size)
-        host.mask_of[states] = np.asarray(masks, np.int32)[ready.mask_of[1:]]
+        host.mask_of[states] = np.asarray(masks, np.int32)[found.mask_of[1:]]
         host.base[states] = cell + classes * np.arange(1, size + 1)
         host.hint[states] = found.hint[1:]
         host.cells[cells] = np.where(found.next > 0, found.next + (state - 1), 0).reshape(-1)

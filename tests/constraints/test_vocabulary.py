@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 from string import ascii_lowercase
 
 import numpy as np
@@ -152,5 +153,33 @@ def test_another_process_prepares_the_same():
         running.kill()
         running.wait()
         assert process.prepared(regex("b"), [vocabulary.END]).next.shape[0] == 3  # by a new one
+    finally:
+        process.close()
+
+
+def test_a_process_that_gets_no_time_gives_way_to_one_that_does(monkeypatch):
+    """It is ended when its time is over, and the next one does not wait for processors without work."""
+    import dflash_jax.constraints.process as module
+
+    process = Process(NASTY, 2**12)
+    begun, start = list[bool](), process._start
+
+    def started():
+        begun.append(process._waits)
+        running = start()
+        if process._waits:
+            running.send_signal(signal.SIGSTOP)
+        return running
+
+    monkeypatch.setattr(process, "_start", started)
+    monkeypatch.setattr(module, "SECONDS", 0.0)
+    monkeypatch.setattr(module, "PATIENCE", 0.2)
+    try:
+        assert process.prepared(regex("b"), [vocabulary.END]).next.shape[0] == 3
+        assert begun == [True, False]
+        process._running.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(module, "GRACE", 0.2)
+        with pytest.raises(ConstraintError, match="too much time"):
+            process.prepared(regex("c"), [vocabulary.END])
     finally:
         process.close()
