@@ -27,7 +27,8 @@ def table(figures: Figures) -> str:
         found = ", ".join(f"{count} of {length:,}" for length, count in figures["requests_by_length"].items())
         lines.append(f"  {'requests at a time':20} {found} tokens, if no prompts are cached")
     if "constraint_bytes" in figures:
-        lines.append(f"  {'constraint tables':20} {size(figures['constraint_bytes'])} more, with serve --http")
+        tables = size(figures["constraint_bytes"])
+        lines.append(f"  {'constraint tables':20} {tables} more, for requests with constraints")
     counted = figures.get("parts", figures)
     if "flops" in counted and "model_flops" not in figures:
         accessed = size(counted["bytes_accessed"])

@@ -130,6 +130,7 @@ def regex(made: Expressions, text: str, encode: Encode, *, search: bool = False)
 class _Reader:
     def __init__(self, text: str, *, search: bool):
         self._text, self._at, self._level, self._search = text, 0, 0, search
+        self._excluded = False  # whether what is read says what must not be there
 
     def read(self) -> _Group:
         group = self._group()
@@ -233,7 +234,10 @@ class _Reader:
     def _parentheses(self) -> _Group | _Ahead:
         negative = self._take("?!")
         if negative or self._take("?="):
-            return _Ahead(self._inside(), negative)
+            self._excluded ^= negative
+            ahead = _Ahead(self._inside(), negative)
+            self._excluded ^= negative
+            return ahead
         if self._take("?"):
             if self._take("P<") or (self._text[self._at : self._at + 2] not in ("<=", "<!") and self._take("<")):
                 name, closed, _ = self._text[self._at :].partition(">")
@@ -257,8 +261,11 @@ class _Reader:
             self._refuse("a backslash with nothing after it")
         self._at += 1
         if letter in _CLASSES:
-            # Validators of schemas take all blanks of Unicode for blanks.
-            return _CLASSES[letter] & _BLANKS.others() if letter == "S" and self._search else _CLASSES[letter]
+            found = _CLASSES[letter]
+            if self._search and letter in "sS":
+                # Validators of schemas take all blanks of Unicode for blanks: they are neither, or both if excluded.
+                found = found | _BLANKS if self._excluded else found & _BLANKS.others()
+            return found
         if letter == "b" and in_set:
             return _single(8)
         if letter in ("x", "u", "U"):
@@ -279,6 +286,7 @@ class _Reader:
 
     def _set(self) -> Characters:
         begin, inverted, found, first = self._at, self._take("^"), Characters(()), True
+        self._excluded ^= inverted
         while first or self._next() != "]":
             if not self._next():
                 self._at = begin
@@ -295,6 +303,7 @@ class _Reader:
                 low = Characters([(ends[0][0], ends[1][0])])
             found |= low
         self._at += 1
+        self._excluded ^= inverted
         return found.others() if inverted else found
 
     def _member(self) -> Characters:

@@ -68,12 +68,17 @@ class Moves:
     Args:
         following: of a state by a byte [S, bytes].
 
+    Raises:
+        ConstraintError: there are more states than its numbers have room for.
+
     Attributes:
         to: of each move, where it leads each state; the first leads nowhere, and the second one stays.
     """
 
     def __init__(self, following: np.ndarray):
         size = len(following)
+        if size > np.iinfo(np.int16).max:
+            raise ConstraintError("constraint_too_large", f"the constraint needs {size} states")
         self.to = [np.full(size, DEAD, np.int16), np.arange(size, dtype=np.int16)]
         self._weights, self._names = np.random.default_rng(1).integers(1, 2**63, (2, size), dtype=np.uint64)
         self._weights |= np.uint64(1)

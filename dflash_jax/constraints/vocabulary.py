@@ -111,8 +111,9 @@ class Vocabulary:
         table, size = np.stack([to[one] for one in used], axis=1), len(automaton.next)
         end_classes = classes[list(special)]
         alive: np.ndarray = np.arange(size) > DEAD
-        # What bytes can finish, tokens can, if there is one for each byte and none of the special ones is an end.
-        if not self._has_every_byte or any(symbols.get(i, OTHER) > OTHER for i in ends):
+        # What bytes can finish, tokens can, if there is one for each byte, and no end is one of them or of a mark.
+        needed = any(symbols.get(i, OTHER) > OTHER or len(self.tokens[i] or b"") == 1 for i in ends)
+        if needed or not self._has_every_byte:
             alive = leading_to(table, automaton.final)
             table = np.where(alive[table], table, DEAD)
         if not alive[1]:

@@ -119,12 +119,12 @@ def top_k(scores: Float[Array, "B T V"], count: int) -> tuple[Float[Array, "B T 
 
 
 def first_argmax(scores: Float[Array, "B T V"]) -> Int[Array, "B T"]:
-    """The lowest index of the largest score, or the last one where a score is NaN."""
+    """The lowest index of the largest score, or some index where a score is NaN."""
     return best_score(scores)[1]
 
 
 def best_score(scores: Float[Array, "B T V"]) -> tuple[Float[Array, "B T"], Int[Array, "B T"]]:
-    """The largest score, and its lowest index, or the last one where a score is NaN.
+    """The largest score, and its lowest index, or some index where a score is NaN.
 
     Two plain reductions, which vectorize where argmax does not. On a GPU that has the whole vocabulary, one of pairs:
     it starts half as many kernels, and whatever the scores are computed from becomes a part of it.
@@ -141,7 +141,7 @@ def best_score(scores: Float[Array, "B T V"]) -> tuple[Float[Array, "B T"], Int[
 
 
 def _better(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Of two scores with their indices the larger one, of equal ones the first, and NaN before all."""
+    """Of two scores with their indices the larger one, of equal ones the first; NaN comes before all."""
     (x, i), (y, j) = a, b
     first = (x > y) | jnp.isnan(x) | ((x == y) & (i < j))
     return jnp.where(first, x, y), jnp.where(first, i, j)

@@ -3,11 +3,14 @@
 import json
 import random
 import signal
+import threading
+import time
 from string import ascii_lowercase
 
 import numpy as np
 import pytest
 
+from dflash_jax.constraints import process as of_process
 from dflash_jax.constraints import texts
 from dflash_jax.constraints.automaton import automaton
 from dflash_jax.constraints.constraint import choice, json_schema, prepared, regex
@@ -89,6 +92,8 @@ def test_where_no_tokens_lead_on_none_are_allowed():
         prepared(regex("x+"), few, [0])
     with pytest.raises(ConstraintError, match="no text"):
         prepared(choice([]), few, [0])
+    with pytest.raises(ConstraintError, match="no tokens of this vocabulary"):
+        prepared(regex("ab"), Vocabulary([bytes([byte]) for byte in range(256)]), [ord("b")])  # which only ends
 
 
 def test_hints_are_the_longest_token_of_what_must_follow():
@@ -159,27 +164,46 @@ def test_another_process_prepares_the_same():
 
 def test_a_process_that_gets_no_time_gives_way_to_one_that_does(monkeypatch):
     """It is ended when its time is over, and the next one does not wait for processors without work."""
-    import dflash_jax.constraints.process as module
-
-    process = Process(NASTY, 2**12)
-    begun, start = list[bool](), process._start
-
-    def started():
-        begun.append(process._waits)
-        running = start()
-        if process._waits:
-            running.send_signal(signal.SIGSTOP)
-        return running
-
-    monkeypatch.setattr(process, "_start", started)
-    monkeypatch.setattr(module, "SECONDS", 0.0)
-    monkeypatch.setattr(module, "PATIENCE", 0.2)
+    process, begun = Process(NASTY, 2**12), list[bool]()
+    start = process._start
+    monkeypatch.setattr(process, "_start", lambda: (begun.append(process._waits), start())[1])
     try:
+        process.prepared(regex("a"), [vocabulary.END])
+        monkeypatch.setattr(of_process, "SECONDS", 0.0)
+        process._running.send_signal(signal.SIGSTOP)
         assert process.prepared(regex("b"), [vocabulary.END]).next.shape[0] == 3
         assert begun == [True, False]
-        process._running.send_signal(signal.SIGSTOP)
-        monkeypatch.setattr(module, "GRACE", 0.2)
-        with pytest.raises(ConstraintError, match="too much time"):
-            process.prepared(regex("c"), [vocabulary.END])
+    finally:
+        process.close()
+
+
+def test_whoever_asks_while_it_is_closed_is_answered():
+    process, failed = Process(NASTY, 2**12), list[str]()
+    process.prepared(regex("a"), [vocabulary.END])
+    process._running.send_signal(signal.SIGSTOP)
+
+    def ask():
+        try:
+            process.prepared(regex("b"), [vocabulary.END])
+        except ConstraintError as error:
+            failed.append(error.code)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while not process._lock.locked():
+        time.sleep(0.01)
+    process.close()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert failed == ["constraint_timeout"]
+    assert process._running is None
+
+
+def test_it_imports_nothing_from_the_directory_it_is_started_in(tmp_path, monkeypatch):
+    (tmp_path / "numbers.py").write_text("raise RuntimeError('a file of the user')")
+    monkeypatch.chdir(tmp_path)
+    process = Process(NASTY, 2**12)
+    try:
+        assert process.prepared(regex("b"), [vocabulary.END]).next.shape[0] == 3
     finally:
         process.close()
