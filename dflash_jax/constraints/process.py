@@ -54,10 +54,10 @@ class Process:
 
     def _asked(self, constraint: Constraint, ends: Sequence[int]) -> TokenAutomaton | ConstraintError | None:
         """The answer of the process; None if it ends without one, or does not answer in time."""
-        if self._closing:
-            return ConstraintError("constraint_timeout", "the engine ends")
         if self._running is not None and self._running.poll() is not None:
             self._end()
+        if self._closing:
+            return ConstraintError("constraint_timeout", "the engine ends")
         late = threading.Event()
         try:
             if self._running is None:
