@@ -99,7 +99,7 @@ def test_stop_strings_of_some_rows_leave_the_others_their_overlap(target, drafte
     alone = Engine(target, None, slots=1, max_length=64)
     expected = [alone.generate([request])[0] for request in asked]
     engine = Engine(target, drafter, slots=3, max_length=64, steps_per_visit=4)
-    seen, collect = [], engine._collect
+    seen, collect = [], engine._decoding._collect
 
     def watched(visit):
         seen.append(
@@ -107,7 +107,7 @@ def test_stop_strings_of_some_rows_leave_the_others_their_overlap(target, drafte
         )
         return collect(visit)
 
-    monkeypatch.setattr(engine, "_collect", watched)
+    monkeypatch.setattr(engine._decoding, "_collect", watched)
     for one, other in zip(expected, engine.generate(asked), strict=True):
         assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
     assert (True, True) in seen
