@@ -129,15 +129,17 @@ def best_score(scores: Float[Array, "B T V"]) -> tuple[Float[Array, "B T"], Int[
     Two plain reductions, which vectorize where argmax does not. On a GPU that has the whole vocabulary, one of pairs:
     it starts half as many kernels, and whatever the scores are computed from becomes a part of it.
     """
-    last = scores.shape[-1] - 1
-    index = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
+    size = scores.shape[-1]
     if platform() == "gpu" and parts_of(current_mesh(), HEADS) == 1:
-        nothing = jnp.array(-jnp.inf, scores.dtype), jnp.int32(last)
+        nothing = jnp.array(-jnp.inf, scores.dtype), jnp.int32(size)
+        index = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
         best, place = jax.lax.reduce((scores, index), nothing, _better, (2,))
-    else:
-        best = jnp.max(scores, axis=-1)
-        place = jnp.min(jnp.where(scores == best[..., None], index, last), axis=-1)
-    return best, jnp.where(jnp.isnan(best), last, place)
+        return best, jnp.minimum(place, size - 1)
+    index = jnp.arange(size, dtype=jnp.int32)[None, None]
+    best = jnp.max(scores, axis=-1, keepdims=True)
+    # A row of NaN equals nothing; the clamp keeps its token inside the vocabulary.
+    place = jnp.minimum(jnp.min(jnp.where(scores == best, index, size), axis=-1), size - 1)
+    return best[..., 0], place
 
 
 def _better(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
