@@ -62,9 +62,8 @@ def automaton(made: Expressions, expression: Expression, budget: Budget | None =
     if expression is made.nothing:
         raise unsatisfiable()
     members, waiting = dict[Set, np.ndarray](), [expression]
-    for count, state in enumerate(waiting):
-        if not count % 16:
-            budget.check()
+    for state in waiting:
+        budget.check()
         row = np.zeros(SYMBOLS, np.int32)
         for of in made.classes(state):
             following = made.derivative(state, of)

@@ -32,7 +32,7 @@ from dflash_jax.kernels.dispatch import platform
 from dflash_jax.mesh import HEADS, WHOLE, Layout, on_every_device
 from dflash_jax.models.attention import Attention, Pass, keys_and_values
 from dflash_jax.models.layers import MLP, Linear, matmul, parameter, unfuse
-from dflash_jax.models.norms import RMSNorm, mean_square, rms_norm
+from dflash_jax.models.norms import RMSNorm, inverse_rms, rms_norm
 from dflash_jax.models.rope import Rope
 from dflash_jax.models.tables import decoder_layer
 from dflash_jax.models.weights import Outputs, biases, linear, linears
@@ -56,14 +56,14 @@ class Injection(NamedTuple):
         config: DFlashConfig,
         layout: Layout,
         rope: Rope | None,
-        squares: Float[Array, "B T K 1"] | None = None,
+        factor: Float[Array, "B T K 1"] | None = None,
     ) -> Fresh:
-        """Keys and values from a product with the weight; `squares` is the keys' mean square, if that is known."""
+        """Keys and values from a product with the weight; `factor` is `inverse_rms` of the keys, if that is known."""
         kv = kv if self.bias is None else kv + self.bias[None, None]
         k, v = unfuse(kv, [kv.shape[-1] // 2] * 2, layout.shards)
         if platform() == "tpu" and kv.shape[1] >= LONG:  # fused with what follows, libtpu 0.0.52 ends on it
             k, v = jax.lax.optimization_barrier((k, v))
-        norm = partial(rms_norm, weight=self.norm, eps=config.rms_norm_eps, squares=squares)
+        norm = partial(rms_norm, weight=self.norm, eps=config.rms_norm_eps, factor=factor)
         return keys_and_values(k, v, config.layers[0].attention.head_dim, rope, norm)
 
 
@@ -168,17 +168,17 @@ class Model(nn.Module):
         """The same from fused features."""
         kv_proj = sharding.gathered(self.kv_proj, "kv_proj")
         rope = at.tables(self.config.layers[0].attention, fused.dtype)
-        squares: list[Array | None] = [None] * len(self.layers)
+        factors: list[Array | None] = [None] * len(self.layers)
         if self.layout.shards == 1:
             kv = matmul(fused, joined(kv_proj))
             layers = jnp.split(kv, len(self.layers), axis=-1)
             if platform() == "gpu" and not self.config.attention_bias:  # of all layers by one launch
                 H = self.config.layers[0].attention.head_dim
-                both = mean_square(kv.reshape(*kv.shape[:2], 2 * len(layers), -1, H))
-                squares = [both[:, :, 2 * i] for i in range(len(layers))]
+                both = inverse_rms(kv.reshape(*kv.shape[:2], 2 * len(layers), -1, H), self.config.rms_norm_eps)
+                factors = [both[:, :, 2 * i] for i in range(len(layers))]
         else:  # rows are sharded within a layer, and would have to move to be one axis with the layers
             layers = [matmul(fused, weight) for weight in each(kv_proj)]
-        parts = zip(self._injections(), layers, squares, strict=True)
+        parts = zip(self._injections(), layers, factors, strict=True)
         return tuple(injection.heads(kv, self.config, self.layout, rope, known) for injection, kv, known in parts)
 
 

@@ -21,7 +21,7 @@ from dflash_jax.kernels.block_attention import Visibility, together
 from dflash_jax.kernels.dispatch import platform
 from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.models.layers import Linear, unfuse
-from dflash_jax.models.norms import Normed, RMSNorm, mean_square, rms_norm
+from dflash_jax.models.norms import Normed, RMSNorm, inverse_rms, rms_norm
 from dflash_jax.models.rope import Rope, rope_tables, rotate
 from dflash_jax.packing import Packing, joined, parted
 
@@ -176,10 +176,10 @@ class Attention(nn.Module):
         norms = {} if eps is None else {name: self.norm_class(n, eps, name=name) for name, n in widths.items()}
         sinks = self.param("sinks", nn.initializers.zeros, (N,)) if c.sinks else None
 
-        def norm(name: str, squares: Float[Array, "B T _"] | None) -> Norm | None:
+        def norm(name: str, factor: Float[Array, "B T _"] | None) -> Norm | None:
             if name not in norms:
                 return None
-            known = None if squares is None else squares[..., None]
+            known = None if factor is None else factor[..., None]
             return lambda x: norms[name](x.reshape(*x.shape[:2], -1, widths[name]), known).reshape(x.shape)
 
         def mix(
@@ -187,17 +187,17 @@ class Attention(nn.Module):
         ) -> tuple[Float[Array, "B T _"], Stored]:
             B, T, _ = outputs.shape
             q, *others = unfuse(outputs, sizes, self.layout.shards)
-            squares: list[Array | None] = [None] * len(sizes)
-            if norms and c.qk_norm_per_head and platform() == "gpu":  # of all heads by one launch
-                found = mean_square(outputs.reshape(B, T, -1, H))[..., 0]
-                squares = [*unfuse(found, [size // H for size in sizes], self.layout.shards)]
+            factors: list[Array | None] = [None] * len(sizes)
+            if eps is not None and c.qk_norm_per_head and platform() == "gpu":  # of all heads by one launch
+                found = inverse_rms(outputs.reshape(B, T, -1, H), eps)[..., 0]
+                factors = [*unfuse(found, [size // H for size in sizes], self.layout.shards)]
             fresh = shared
             if fresh is None:
                 keys = -1 if c.values_are_keys else -2
                 value_norm = None if c.value_norm is None else partial(rms_norm, weight=None, eps=c.value_norm)
-                key_norm = norm("k_norm", squares[keys])
+                key_norm = norm("k_norm", factors[keys])
                 fresh = entry.stored(keys_and_values(others[keys], others[-1], H, at.rope, key_norm, value_norm))
-            q = split_heads(q, H, norm("q_norm", squares[0]), at.rope)
+            q = split_heads(q, H, norm("q_norm", factors[0]), at.rope)
             block = fresh
             if at.per_row is None and isinstance(fresh, Fresh) and fresh.v is not None:
                 block = fresh.replace(joined=together(q, fresh.k, fresh.v, entry))

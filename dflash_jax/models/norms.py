@@ -19,9 +19,10 @@ from jaxtyping import Array, Float
 from dflash_jax.kernels.dispatch import platform
 from dflash_jax.kernels.products import FEW_ROWS
 
-# Squares are summed in pieces first. A piece has at most 256 numbers in a block and 128 in a single position, or XLA
-# does not sum it where they are made. There are at most 64 pieces, or XLA does not add their sums where they are read.
-PIECES, MOST = (256, 128), 64
+# Few positions make few thread blocks. So that XLA sums their squares in the launch that makes `x`, they are summed in
+# pieces first: of at most 128 numbers in a single position, and of 256 in several. There are at most 64 pieces, or XLA
+# does not add their sums where they are read. From `MANY` positions on it never does, and a row is one piece.
+PIECES, MOST, MANY = (256, 128), 64, 32
 
 
 class Normed(struct.PyTreeNode):
@@ -60,10 +61,10 @@ class RMSNorm(nn.Module):
     size: int
     eps: float
 
-    def __call__(self, x: Float[Array, "... D"], squares: Float[Array, "... 1"] | None = None) -> Float[Array, "... D"]:
-        """The normed `x`; `squares` is its mean square, if that is known."""
+    def __call__(self, x: Float[Array, "... D"], factor: Float[Array, "... 1"] | None = None) -> Float[Array, "... D"]:
+        """The normed `x`; `factor` is `inverse_rms`, if that is known."""
         wide, weight = self.weighed(x)
-        return rms_norm(wide, weight, self.eps, squares).astype(x.dtype)
+        return rms_norm(wide, weight, self.eps, factor).astype(x.dtype)
 
     def for_products(self, x: Float[Array, "... D"]) -> tuple[Float[Array, "... D"] | Normed, Float[Array, "... D"]]:
         """What products read in the place of the normed `x`, and `x` for those who read it afterwards."""
@@ -99,8 +100,10 @@ def divides_last(dtype: jnp.dtype, shape: tuple[int, ...]) -> bool:
 
 
 def _piece(shape: tuple[int, ...]) -> int:
-    size = shape[-1]
-    return max(n for n in range(1, PIECES[math.prod(shape) == size] + 1) if size % n == 0)
+    size, rows = shape[-1], math.prod(shape[:-1])
+    if rows >= MANY:
+        return size
+    return max(n for n in range(1, PIECES[rows == 1] + 1) if size % n == 0)
 
 
 def square_sums(x: Float[Array, "... D"]) -> Float[Array, "... P"]:
@@ -109,20 +112,21 @@ def square_sums(x: Float[Array, "... D"]) -> Float[Array, "... P"]:
     return jnp.sum((wide * wide).reshape(*x.shape[:-1], -1, _piece(x.shape)), axis=-1)
 
 
-def mean_square(x: Float[Array, "... D"]) -> Float[Array, "... 1"]:
-    """Along the last axis, in float32."""
+def inverse_rms(x: Float[Array, "... D"], eps: float) -> Float[Array, "... 1"]:
+    """One over the root mean square along the last axis, in float32."""
     wide = x.astype(jnp.float32)
-    return jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
 
 
 def rms_norm(
     x: Float[Array, "... D"],
     weight: Float[Array, " D"] | None,
     eps: float,
-    squares: Float[Array, "... 1"] | None = None,
+    factor: Float[Array, "... 1"] | None = None,
 ) -> Float[Array, "... D"]:
-    """`x` over its root mean square along the last axis, rounded before the product with the weight, if any."""
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt((mean_square(x) if squares is None else squares) + eps)
-    normed = wide.astype(x.dtype)
+    """`x` over its root mean square along the last axis, rounded before the product with the weight, if any.
+
+    `factor` is `inverse_rms`, if that is known.
+    """
+    normed = (x.astype(jnp.float32) * (inverse_rms(x, eps) if factor is None else factor)).astype(x.dtype)
     return normed if weight is None else jnp.expand_dims(weight, range(x.ndim - 1)) * normed

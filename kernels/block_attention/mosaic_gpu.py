@@ -6,6 +6,7 @@ few chunks ahead (TMA), multiplies them (WGMMA) and keeps an online softmax in r
 read. The stretches and the sink are merged by log-sum-exp in XLA.
 """
 
+import math
 from functools import partial, reduce
 from typing import NamedTuple
 
@@ -22,10 +23,11 @@ ROWS = 64  # queries of a tile: the rows of one WGMMA
 CHUNK = 64  # slots copied at once
 TILE = 8  # rows of a tile in shared memory
 STAGE_BYTES = 64 << 10  # of shared memory for chunks in flight: two blocks share an SM
-BLOCKS = 264  # thread blocks wanted: two for every SM of an H100 or H200
+BLOCKS = 264  # thread blocks at most, if a row needs no more: two for every SM of an H100 or H200, which run at once
 LEAST = 2  # chunks a split must be worth
 WRITTEN_OUT = 16  # splits at most whose results are merged one by one
 MASKED = -1e30
+LOG2_E, LOWEST = math.log2(math.e), -(2.0**30)
 
 
 def declines(
@@ -116,7 +118,8 @@ def attend(
 ) -> Float[Array, "B T N Hv"]:
     """See `api.attend`; `low` is the first position a query sees, `mask` what it sees of the block.
 
-    The kernel gives, for each stretch, unnormalized values, highest scores and sums of exponentials.
+    The kernel gives, for each stretch, unnormalized values, sums of exponentials, and the power of two by which both
+    are divided.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -138,7 +141,7 @@ def attend(
         block = [jnp.pad(x, ((0, 0), (0, 0), (0, rows), (0, 0))).reshape(B, -1, x.shape[-1]) for x, rows in sides]
         places = Places(tiles * ROWS, block_chunks * width, 0, 0)
     mask = jnp.pad(mask, ((0, 0), (0, more), (0, block_chunks * CHUNK - F))).astype(jnp.int32)
-    splits = max(1, min(-(-BLOCKS // (B * K * tiles)), S // CHUNK // LEAST))
+    splits = max(1, min(BLOCKS // (B * K * tiles), S // CHUNK // LEAST))
     depth = max(2, min(6, STAGE_BYTES // (CHUNK * (H + Hv) * q.dtype.itemsize), S // CHUNK))
     first = jnp.where(lengths > S, 0, jnp.minimum(jnp.min(low[:, :Q], axis=1), lengths) // CHUNK)
     chunks = jnp.maximum(0, -(-jnp.minimum(lengths, S) // CHUNK) - first)
@@ -184,29 +187,43 @@ def _repeated(sinks: Float[Array, " N"], K: int, T: int) -> Float[Array, "1 K Q"
 
 def _merged(
     out: Float[Array, "B K _ Q Hv"],
-    top: Float[Array, "B K _ Q"],
+    power: Float[Array, "B K _ Q"],
     total: Float[Array, "B K _ Q"],
     sinks: Float[Array, "1 K Q"] | None,
 ) -> tuple[Float[Array, "B K Q Hv"], Float[Array, "B K Q"]]:
-    """Unnormalized values and sums of exponentials of all stretches together.
+    """Unnormalized values and sums of exponentials of all stretches together, divided by one power of two.
 
-    Few stretches are written out one by one: XLA makes a single kernel of that, and two of sums over an axis.
+    XLA makes a single kernel of that only if few stretches are written out one by one, and if their weights take no
+    exponential, which it would not compute once more for each value: so these are powers of two.
     """
-    few = range(top.shape[2]) if top.shape[2] <= WRITTEN_OUT else ()
-    highest = reduce(jnp.maximum, [top[:, :, i] for i in few]) if few else jnp.max(top, axis=2)
-    highest = highest if sinks is None else jnp.maximum(highest, sinks)
+    few = range(power.shape[2]) if power.shape[2] <= WRITTEN_OUT else ()
+    highest = reduce(jnp.maximum, [power[:, :, i] for i in few]) if few else jnp.max(power, axis=2)
+    sink_power = None if sinks is None else _power_of(sinks)
+    highest = highest if sink_power is None else jnp.maximum(highest, sink_power)
     if few:
-        weights = [jnp.exp(top[:, :, i] - highest) for i in few]
+        weights = [_two_to(power[:, :, i] - highest) for i in few]
         merged = reduce(jnp.add, [weight[..., None] * out[:, :, i] for i, weight in enumerate(weights)])
         sums = reduce(jnp.add, [weight * total[:, :, i] for i, weight in enumerate(weights)])
     else:
-        weights = jnp.exp(top - highest[:, :, None])
+        weights = _two_to(power - highest[:, :, None])
         merged, sums = jnp.sum(weights[..., None] * out, axis=2), jnp.sum(weights * total, axis=2)
-    return merged, sums if sinks is None else sums + jnp.exp(sinks - highest)
+    if sinks is not None and sink_power is not None:
+        sums += jnp.exp(sinks - sink_power / LOG2_E) * _two_to(sink_power - highest)
+    return merged, sums
+
+
+def _power_of(score: Float[Array, "..."]) -> Float[Array, "..."]:
+    """A whole number n, such that 2**n is within a factor of two of a score's exponential."""
+    return jnp.maximum(score * LOG2_E, LOWEST).astype(jnp.int32).astype(jnp.float32)
+
+
+def _two_to(power: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Two to whole numbers that are not positive; 0 below -126."""
+    return jax.lax.bitcast_convert_type(jnp.maximum(power + 127, 0).astype(jnp.int32) << 23, jnp.float32)
 
 
 def _kernel(
-    plgpu, scalars, low, mask, q, k, v, cache_k, cache_v, out, out_top, out_total,
+    plgpu, scalars, low, mask, q, k, v, cache_k, cache_v, out, out_power, out_total,
     *, q_smem, k_smem, v_smem, low_smem, arrived, q_arrived,
     slots, page, width, block_chunks, depth, splits, places, scale, softcap,
 ):  # fmt: skip
@@ -305,6 +322,8 @@ def _kernel(
     )
     carry = jax.lax.fori_loop(0, count, partial(visit, of_cache), carry)
     acc, top, total = jax.lax.fori_loop(count, end, partial(visit, of_block), carry)
-    out[b, head, split, rows] = acc
-    out_top[b, head, split, rows] = top
-    out_total[b, head, split, rows] = total
+    power = _power_of(top)
+    factor = jnp.exp(top - power / LOG2_E)
+    out[b, head, split, rows] = acc * jax.lax.broadcast_in_dim(factor, (ROWS, Hv), [0])
+    out_power[b, head, split, rows] = power
+    out_total[b, head, split, rows] = total * factor

@@ -97,6 +97,20 @@ def test_what_a_step_starts(name, layers, size, most, tmp_path):
     assert (found["graphs"], found["host_decisions"]) == (1, 0)
 
 
+@pytest.mark.parametrize(("rows", "most"), [(4, 11), (8, 11), (32, 12)])
+@pytest.mark.slow
+def test_what_a_layer_starts(rows, most, tmp_path):
+    """In a speculative step of several rows; `test_what_a_step_starts` has one row."""
+    target, drafter = PAIRS["qwen3-8b"]
+    taps = {"dflash_config": drafter["dflash_config"] | {"target_layer_ids": [0, 1]}}
+    found = []
+    for layers in (3, 4):
+        pair = cut(target, layers), cut(drafter | taps, 1) | {"num_target_layers": layers}
+        step(pair, "h100", "data=1", rows, 1024, dump=str(tmp_path / str(layers)))
+        found.append(launches(tmp_path / str(layers))["kernels"])
+    assert found[1] - found[0] <= most
+
+
 @pytest.mark.parametrize("policy", [{}, GRAPH_OPTIONS], ids=["as XLA does", "with loops"])
 def test_all_steps_of_a_call_are_one_graph(policy, tmp_path):
     """With loops in graphs; else the host decides for the loop and for conditions in every step."""
