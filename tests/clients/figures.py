@@ -20,6 +20,7 @@ class Report:
         warm_up: tokens of answers that are in none of the other figures.
         since_start: whether `acceptance` is that of all steps since the server's start, and not only of the run.
         expected_acceptance: what `acceptance` must be, where it is no mean over steps.
+        requests_each: that a question takes.
     """
 
     completed: int
@@ -30,6 +31,7 @@ class Report:
     warm_up: int = 0
     since_start: bool = False
     expected_acceptance: float | None = None
+    requests_each: int = 1
 
 
 def counted(url: str) -> dict[str, float]:

@@ -24,6 +24,31 @@ AT_ONCE = 2  # requests in progress
 LONGEST = 300  # seconds of a run
 PACKAGES = "aiohttp jinja2 msgspec numpy orjson pandas pillow pybase64 pyyaml regex requests tqdm transformers>=5"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+TOOLS = [  # of which one is called; what may be its arguments has an end
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"{name.title()}s numbers.",
+            "strict": True,
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "numbers": {
+                        "type": "array",
+                        "items": {"type": "integer", "minimum": 0, "maximum": 9999},
+                        "minItems": 1,
+                        "maxItems": 4,
+                    },
+                    "unit": {"enum": ["apples", "coins", "minutes"]},
+                },
+                "required": ["numbers", "unit"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("add", "multiply")
+]
 
 
 class MissingError(Exception):
@@ -194,15 +219,22 @@ def openai(setting: Setting) -> Report:
     return Report(len(usages), prompt, output, committed / steps)
 
 
-def guidellm(setting: Setting, endpoint: str) -> Report:
-    """`guidellm run`. A column that says how many tokens an answer has makes it send `ignore_eos`."""
-    rows = [{"prompt": question, "output_tokens_count": LENGTH} for question in setting.questions]
+def guidellm(setting: Setting, endpoint: str, columns: dict[str, object] | None = None, **fields: object) -> Report:
+    """`guidellm run`. A column that says how many tokens an answer has makes it send `ignore_eos`.
+
+    With a column of tools it asks for a call, then sends what it returned, and asks for an answer without one. `fields`
+    are further ones of requests.
+    """
+    rows = [{"prompt": question, "output_tokens_count": LENGTH} | (columns or {}) for question in setting.questions]
+    each = 2 if columns else 1
     report = setting.work / "guidellm.json"
     options = flags(
         disable_console_interactive=True,
-        backend=f"kind=openai_http,target={setting.url},request_format={endpoint}",
+        backend=json.dumps(
+            {"kind": "openai_http", "target": setting.url, "request_format": endpoint, "extras": {"body": fields}}
+        ),
         profile=f"kind=concurrent,streams={AT_ONCE}",
-        constraint=f"kind=max_requests,count={len(rows)}",
+        constraint=f"kind=max_requests,count={each * len(rows)}",
         tokenizer=f"kind=huggingface_auto,model={setting.target}",
         data=f"kind=json_file,path={setting.data('guidellm.jsonl', rows)}",
         output=f"kind=json,path={report}",
@@ -222,11 +254,12 @@ def guidellm(setting: Setting, endpoint: str) -> Report:
         total("output_tokens"),
         1 + accepted / taken if taken else None,
         total("cached_tokens"),
+        requests_each=each,
     )
 
 
-def aiperf(setting: Setting, endpoint: str) -> Report:
-    """`aiperf profile`, counting what the server says."""
+def aiperf(setting: Setting, endpoint: str, **fields: object) -> Report:
+    """`aiperf profile`, counting what the server says; with further fields of the request."""
     rows = [{"text": question, "output_length": LENGTH} for question in setting.questions]
     out = setting.work / "aiperf"
     options = flags(
@@ -236,7 +269,7 @@ def aiperf(setting: Setting, endpoint: str) -> Report:
         endpoint_type="chat" if endpoint == CHAT else "completions",
         streaming=True,
         use_server_token_count=True,
-        extra_inputs="ignore_eos:true",
+        extra_inputs=json.dumps(fields or {"ignore_eos": True}),
         input_file=setting.data("aiperf.jsonl", rows),
         custom_dataset_type="single_turn",
         request_count=len(rows),
@@ -266,7 +299,7 @@ def from_wheel(setting: Setting, engine: str, **options: object) -> str:
     return run([python, str(script), setting.wheel(engine), *common, *flags(**options)], HF_HUB_OFFLINE="1")
 
 
-def vllm(setting: Setting, endpoint: str) -> Report:
+def vllm(setting: Setting, endpoint: str, **fields: object) -> Report:
     """`vllm bench serve`, which takes the acceptance from /metrics."""
     rows = [{"prompt": question} for question in setting.questions]
     said = from_wheel(
@@ -280,7 +313,7 @@ def vllm(setting: Setting, endpoint: str) -> Report:
         dataset_path=setting.data("vllm.jsonl", rows),
         skip_chat_template=True,  # the server applies it
         custom_output_len=LENGTH,
-        ignore_eos=True,
+        **({"extra_body": json.dumps(fields)} if fields else {"ignore_eos": True}),
         temperature=0,
     )
     report = json.loads(said.splitlines()[-1])
@@ -330,6 +363,8 @@ def sglang(setting: Setting, endpoint: str) -> Report:
     return Report(said["completed"], None, said["total_output_tokens"], said["accept_length"], since_start=True)
 
 
+CALLING = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+ANSWERED = {"tools": json.dumps(TOOLS), "tool_response": '{"result": 7}'}
 CLIENTS = {
     "dflash": dflash,
     "openai": openai,
@@ -341,6 +376,11 @@ CLIENTS = {
     "vllm bench serve, text": lambda setting: vllm(setting, TEXT),
     "sglang bench_serving, chat": lambda setting: sglang(setting, CHAT),
     "sglang bench_serving, text": lambda setting: sglang(setting, TEXT),
+}
+WITH_TOOLS = {  # for a server whose chat template writes tools
+    "guidellm, tools": lambda setting: guidellm(setting, CHAT, ANSWERED, parallel_tool_calls=False),
+    "aiperf, tools": lambda setting: aiperf(setting, CHAT, **CALLING),
+    "vllm bench serve, tools": lambda setting: vllm(setting, CHAT, **CALLING),
 }
 
 
