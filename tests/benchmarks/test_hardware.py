@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from dflash_jax.benchmarks.hardware import __main__ as hardware
-from dflash_jax.benchmarks.hardware import profiles, quantised
+from dflash_jax.benchmarks.hardware import others, profiles, quantised
 from dflash_jax.benchmarks.hardware.report import Item, SkippedError, markdown, measure
 from dflash_jax.chips import chip_of
 from dflash_jax.kernels.shapes import PRODUCTS, SHAPES, TRAINING
@@ -157,6 +157,16 @@ def test_every_item_in_toy_sizes(tmp_path):
     assert all(row["xla same bits"] for row in found if "INT8" in row["weights"])  # of a CPU's forms, this one's alone
     (row,) = report["items"]["training"]["rows"]
     assert row["finite"]
+
+
+@pytest.mark.slow
+def test_torch_and_the_official_implementation():
+    pytest.importorskip("torch")
+    pytest.importorskip("dflash")
+    *plain, official = others.torch_steps(hardware_bench())
+    assert [row["torch"] for row in plain] == ["transformers, plain step", "transformers, pass over a block of 16"]
+    assert official["tokens a step"] >= 1
+    assert all(row["ms"] > 0 for row in (*plain, official))
 
 
 def hardware_bench():

@@ -1,7 +1,9 @@
-"""The same steps by torch, where it is installed: transformers' own decoding, and the official drafter."""
+"""The same steps by torch, where it is installed: transformers' own, and those of the official implementation."""
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
 
 import jax
 
@@ -9,12 +11,13 @@ from dflash_jax.benchmarks.arguments import Figures
 from dflash_jax.benchmarks.hardware.bench import Bench
 from dflash_jax.benchmarks.hardware.report import SkippedError
 from dflash_jax.benchmarks.presets import PAIRS, reduced
+from dflash_jax.config import Raw
 
 STEPS = 20
 
 
 def torch_steps(bench: Bench) -> Iterator[Figures]:
-    """A plain step of transformers' model with random weights, its pass over a block, and the official drafter's."""
+    """A plain step of transformers' model, its pass over a block, and an official speculative step; random weights."""
     try:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
@@ -41,6 +44,31 @@ def torch_steps(bench: Bench) -> Iterator[Figures]:
                 cache.crop(context)
 
             yield {"torch": f"transformers, {name}", "ms": _milliseconds(step, torch)}
+        yield {"torch": "dflash 0.1.0, speculative step"} | _official_step(
+            model, raw[1], bench.context(1024), dtype, torch
+        )
+
+
+def _official_step(target: Any, raw: Raw, context: int, dtype: object, torch: Any) -> Figures:
+    """A step of `dflash_generate`, which drafts and verifies, with a drafter of random weights."""
+    try:
+        from dflash import model
+        from transformers import Qwen3Config
+    except ImportError:
+        return {"note": "left out: the package dflash is not installed"}
+    drafter = model.DFlashDraftModel._from_config(Qwen3Config(**raw), dtype=dtype).eval()
+    prompt = torch.zeros((1, context), dtype=torch.long)
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+
+    def now() -> float:
+        wait()
+        return time.perf_counter()
+
+    with patch.object(model, "_cuda_time", now):  # its own asks for a GPU
+        for count in (4, STEPS):  # the first warms up
+            out = model.dflash_generate(drafter, target, prompt, count, None, return_stats=True)
+    steps, tokens = len(out.acceptance_lengths), out.num_output_tokens
+    return {"ms": 1e3 * out.time_per_output_token * tokens / steps, "tokens a step": tokens / steps}
 
 
 def _milliseconds(step: Callable[[], None], torch: object) -> float:
