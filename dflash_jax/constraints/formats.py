@@ -28,6 +28,10 @@ _HOST = rf"{_LABEL}(\.{_LABEL}){{0,8}}"
 _ATOM = r"[a-zA-Z0-9_+-]+"
 _CLOCK = r"T(\d+H(\d+M(\d+S)?)?|\d+M(\d+S)?|\d+S)"
 _CALENDAR = r"(\d+Y(\d+M(\d+D)?)?|\d+M(\d+D)?|\d+D)"
+_WRITTEN = "-a-zA-Z0-9._~!$&'()*+,;=@"  # characters of a path, beside a colon
+_PATH = rf"(/[{_WRITTEN}:]*)*"
+_QUERY = rf"(\?[{_WRITTEN}:/?]*)?(#[{_WRITTEN}:/?]*)?"  # and fragment
+_URI = rf"[a-zA-Z][a-zA-Z0-9+.-]{{0,15}}://{_HOST}(:\d{{1,5}})?{_PATH}{_QUERY}"
 _HEX = "[0-9a-fA-F]"
 _BASE64 = "[A-Za-z0-9+/]"
 
@@ -41,8 +45,9 @@ FORMATS = {
     "hostname": _HOST,
     "ipv4": _IPV4,
     "ipv6": _IPV6,
-    "uri": rf"[a-zA-Z][a-zA-Z0-9+.-]{{0,15}}://{_HOST}(:\d{{1,5}})?(/[a-zA-Z0-9._~!$&'()*+,;=:@-]*)*"
-    r"(\?[a-zA-Z0-9._~!$&'()*+,;=:@/?-]*)?(#[a-zA-Z0-9._~!$&'()*+,;=:@/?-]*)?",
+    "uri": _URI,
+    "uri-reference": rf"{_URI}|(/|/?[{_WRITTEN}]+{_PATH})?{_QUERY}",
+    "json-pointer": r"(/([^~/]|~[01])*)*",
     "uuid": rf"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}",
     "byte": rf"({_BASE64}{{4}})*({_BASE64}{{2}}==|{_BASE64}{{3}}=)?",
 }

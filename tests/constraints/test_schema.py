@@ -93,6 +93,11 @@ VALID = [
     ({"type": "object", "required": ["z"]}, ['{"z": [1]}']),
     ({"type": "string", "format": "uuid4"}, ['"8f14e45f-ceea-4671-a7d3-0123456789ab"']),
     ({"type": "string", "format": "byte"}, ['""', '"aGk="', '"aGVsbG8+"']),
+    (
+        {"type": "string", "format": "uri-reference"},
+        ['"/a//b?x=1#y"', '"../a"', '"http://a.org/b"', '"/"', '"#a"', '""'],
+    ),
+    ({"type": "string", "format": "json-pointer"}, ['"/a/~0/~1/"', '""']),
     ({"type": "string", "format": "file-path", "nullable": True}, ['"/a b/c"']),
     ({"type": "integer", "format": "int64"}, ["12"]),
 ]
@@ -129,6 +134,8 @@ INVALID = [
     ({"type": "string", "pattern": "^(?![^\\s]).*$"}, ['"\u00a0x"', '"x"']),
     ({"type": "string", "format": "uuid4"}, ['"8f14e45f-ceea-1671-a7d3-0123456789ab"']),
     ({"type": "string", "format": "byte"}, ['"aGk"', '"a"', '"===="']),
+    ({"type": "string", "format": "uri-reference"}, ['"//a:b"', '"1:b"', '"a b"']),
+    ({"type": "string", "format": "json-pointer"}, ['"a"', '"/~2"']),
     ({"type": "string", "nullable": True}, ["null"]),
     ({"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2}, ["[]", "[1,2,3]"]),
     (

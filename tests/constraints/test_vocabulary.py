@@ -66,7 +66,7 @@ def test_every_state_allows_what_its_bytes_do(seed):
     assert sorted(state_of) == list(range(1, len(found.next)))
 
 
-@pytest.mark.parametrize("name", ["email", "uri", "hostname"])
+@pytest.mark.parametrize("name", ["email", "uri", "uri-reference", "hostname"])
 def test_long_texts_of_many_words_are_read_by_a_large_vocabulary(name, monkeypatch):
     """A hostname of some 600 letters, and every word of the vocabulary at each of them."""
     rng = random.Random(3)
@@ -74,7 +74,9 @@ def test_long_texts_of_many_words_are_read_by_a_large_vocabulary(name, monkeypat
     large = Vocabulary([None, *(bytes([byte]) for byte in range(256)), *sorted(words)])
     constraint = json_schema({"type": "string", "format": name})
     found = prepared(constraint, large, [0])
-    text = {"email": "a-b@c-d.org", "uri": "http://a-b.org/c-d", "hostname": "a-b.org"}[name]
+    text = {"email": "a-b@c-d.org", "uri": "http://a-b.org/c-d", "uri-reference": "../c-d#e", "hostname": "a-b.org"}[
+        name
+    ]
     states = found.walk([large.numbers[bytes([byte])] for byte in json.dumps(text).encode()])
     assert found.allows(states[-1])[0]
     assert max(found.allows(state).sum() for state in states) > 40_000
