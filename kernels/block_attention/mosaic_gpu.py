@@ -3,7 +3,7 @@
 A thread block takes the queries that share one key-value head, in tiles of 64, and one of several stretches of the
 row's cache; the last stretch goes on with the block's own keys. One warpgroup copies chunks of slots to shared memory a
 few chunks ahead (TMA), multiplies them (WGMMA) and keeps an online softmax in registers. What the row cannot see is not
-read. The stretches and the sink are merged by log-sum-exp in XLA.
+read. The stretches and the sink are merged in XLA.
 """
 
 import math
@@ -175,7 +175,7 @@ def attend(
         num_threads=1,
         thread_name="warpgroup",
     )(scalars, low, mask, *block, cache_k, cache_v)
-    out, total = _merged(*(x[:, :, :, :Q] for x in found), sinks=None if sinks is None else _repeated(sinks, K, T))
+    out, total = merged(*(x[:, :, :, :Q] for x in found), sinks=None if sinks is None else _repeated(sinks, K, T))
     out = (out / total[..., None]).astype(q.dtype)
     return out.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)
 
@@ -185,7 +185,7 @@ def _repeated(sinks: Float[Array, " N"], K: int, T: int) -> Float[Array, "1 K Q"
     return jnp.repeat(sinks.astype(jnp.float32).reshape(K, -1), T, axis=1)[None]
 
 
-def _merged(
+def merged(
     out: Float[Array, "B K _ Q Hv"],
     power: Float[Array, "B K _ Q"],
     total: Float[Array, "B K _ Q"],
@@ -198,21 +198,21 @@ def _merged(
     """
     few = range(power.shape[2]) if power.shape[2] <= WRITTEN_OUT else ()
     highest = reduce(jnp.maximum, [power[:, :, i] for i in few]) if few else jnp.max(power, axis=2)
-    sink_power = None if sinks is None else _power_of(sinks)
+    sink_power = None if sinks is None else power_of(sinks)
     highest = highest if sink_power is None else jnp.maximum(highest, sink_power)
     if few:
         weights = [_two_to(power[:, :, i] - highest) for i in few]
-        merged = reduce(jnp.add, [weight[..., None] * out[:, :, i] for i, weight in enumerate(weights)])
+        values = reduce(jnp.add, [weight[..., None] * out[:, :, i] for i, weight in enumerate(weights)])
         sums = reduce(jnp.add, [weight * total[:, :, i] for i, weight in enumerate(weights)])
     else:
         weights = _two_to(power - highest[:, :, None])
-        merged, sums = jnp.sum(weights[..., None] * out, axis=2), jnp.sum(weights * total, axis=2)
-    if sinks is not None and sink_power is not None:
-        sums += jnp.exp(sinks - sink_power / LOG2_E) * _two_to(sink_power - highest)
-    return merged, sums
+        values, sums = jnp.sum(weights[..., None] * out, axis=2), jnp.sum(weights * total, axis=2)
+    if sinks is None or sink_power is None:
+        return values, sums
+    return values, sums + jnp.exp(sinks - sink_power / LOG2_E) * _two_to(sink_power - highest)
 
 
-def _power_of(score: Float[Array, "..."]) -> Float[Array, "..."]:
+def power_of(score: Float[Array, "..."]) -> Float[Array, "..."]:
     """A whole number n, such that 2**n is within a factor of two of a score's exponential."""
     return jnp.maximum(score * LOG2_E, LOWEST).astype(jnp.int32).astype(jnp.float32)
 
@@ -322,7 +322,7 @@ def _kernel(
     )
     carry = jax.lax.fori_loop(0, count, partial(visit, of_cache), carry)
     acc, top, total = jax.lax.fori_loop(count, end, partial(visit, of_block), carry)
-    power = _power_of(top)
+    power = power_of(top)
     factor = jnp.exp(top - power / LOG2_E)
     out[b, head, split, rows] = acc * jax.lax.broadcast_in_dim(factor, (ROWS, Hv), [0])
     out_power[b, head, split, rows] = power

@@ -115,7 +115,7 @@ def tolerance(x):
 def small_chunks(monkeypatch):
     monkeypatch.setattr(pallas_tpu, "STEP_BYTES", 1)  # 128 slots, the least
     monkeypatch.setattr(pallas_tpu, "ROWS", 96)  # more than one tile of queries for a prompt
-    monkeypatch.setattr(mosaic_gpu, "BLOCKS", 8)  # some cases in one stretch, some in two
+    monkeypatch.setattr(mosaic_gpu, "BLOCKS", 16)  # some cases in one stretch, some in two
     monkeypatch.setattr(mosaic_gpu, "LEAST", 2)
     plain = lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32)
     monkeypatch.setattr(tensor_cores, "product", lambda a, b: plain(a[...], b[...].T))
