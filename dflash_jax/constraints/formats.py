@@ -28,10 +28,10 @@ _HOST = rf"{_LABEL}(\.{_LABEL}){{0,8}}"
 _ATOM = r"[a-zA-Z0-9_+-]+"
 _CLOCK = r"T(\d+H(\d+M(\d+S)?)?|\d+M(\d+S)?|\d+S)"
 _CALENDAR = r"(\d+Y(\d+M(\d+D)?)?|\d+M(\d+D)?|\d+D)"
-_WRITTEN = "-a-zA-Z0-9._~!$&'()*+,;=@"  # characters of a path, beside a colon
+_WRITTEN = "-a-zA-Z0-9._~!$&'()*+,;=@"  # characters of a path, except the colon
 _PATH = rf"(/[{_WRITTEN}:]*)*"
-_QUERY = rf"(\?[{_WRITTEN}:/?]*)?(#[{_WRITTEN}:/?]*)?"  # and fragment
-_URI = rf"[a-zA-Z][a-zA-Z0-9+.-]{{0,15}}://{_HOST}(:\d{{1,5}})?{_PATH}{_QUERY}"
+_ENDING = rf"(\?[{_WRITTEN}:/?]*)?(#[{_WRITTEN}:/?]*)?"  # query and fragment
+_URI = rf"[a-zA-Z][a-zA-Z0-9+.-]{{0,15}}://{_HOST}(:\d{{1,5}})?{_PATH}{_ENDING}"
 _HEX = "[0-9a-fA-F]"
 _BASE64 = "[A-Za-z0-9+/]"
 
@@ -46,7 +46,7 @@ FORMATS = {
     "ipv4": _IPV4,
     "ipv6": _IPV6,
     "uri": _URI,
-    "uri-reference": rf"{_URI}|(/|/?[{_WRITTEN}]+{_PATH})?{_QUERY}",
+    "uri-reference": rf"{_URI}|(/|/?[{_WRITTEN}]+{_PATH})?{_ENDING}",
     "json-pointer": r"(/([^~/]|~[01])*)*",
     "uuid": rf"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}",
     "byte": rf"({_BASE64}{{4}})*({_BASE64}{{2}}==|{_BASE64}{{3}}=)?",

@@ -21,7 +21,7 @@ from dflash_jax.kernels.products import FEW_ROWS
 
 # Few positions make few thread blocks. So that XLA sums their squares in the launch that makes `x`, they are summed in
 # pieces first: of at most 128 numbers in a single position, and of 256 in several. There are at most 64 pieces, or XLA
-# does not add their sums where they are read. From `MANY` positions on it never does, and a row is one piece.
+# does not add their sums where they are read. From `MANY` positions on it would not add any there: all are one piece.
 PIECES, MOST, MANY = (256, 128), 64, 32
 
 
@@ -62,7 +62,7 @@ class RMSNorm(nn.Module):
     eps: float
 
     def __call__(self, x: Float[Array, "... D"], factor: Float[Array, "... 1"] | None = None) -> Float[Array, "... D"]:
-        """The normed `x`; `factor` is `inverse_rms`, if that is known."""
+        """The normed `x`; `factor` is `inverse_rms(x, eps)`, if that is known."""
         wide, weight = self.weighed(x)
         return rms_norm(wide, weight, self.eps, factor).astype(x.dtype)
 
@@ -126,7 +126,7 @@ def rms_norm(
 ) -> Float[Array, "... D"]:
     """`x` over its root mean square along the last axis, rounded before the product with the weight, if any.
 
-    `factor` is `inverse_rms`, if that is known.
+    `factor` is `inverse_rms(x, eps)`, if that is known.
     """
     normed = (x.astype(jnp.float32) * (inverse_rms(x, eps) if factor is None else factor)).astype(x.dtype)
     return normed if weight is None else jnp.expand_dims(weight, range(x.ndim - 1)) * normed

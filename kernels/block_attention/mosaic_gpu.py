@@ -23,11 +23,12 @@ ROWS = 64  # queries of a tile: the rows of one WGMMA
 CHUNK = 64  # slots copied at once
 TILE = 8  # rows of a tile in shared memory
 STAGE_BYTES = 64 << 10  # of shared memory for chunks in flight: two blocks share an SM
-BLOCKS = 264  # thread blocks at most, if a row needs no more: two for every SM of an H100 or H200, which run at once
+BLOCKS = 264  # thread blocks that run at once, two on every SM of an H100 or H200: caches are split into no more
 LEAST = 2  # chunks a split must be worth
 WRITTEN_OUT = 16  # splits at most whose results are merged one by one
 MASKED = -1e30
-LOG2_E, LOWEST = math.log2(math.e), -(2.0**30)
+LOG2_E = math.log2(math.e)
+LOWEST = -(2.0**30)  # exponent of two, of what nothing was seen of
 
 
 def declines(
@@ -118,8 +119,7 @@ def attend(
 ) -> Float[Array, "B T N Hv"]:
     """See `api.attend`; `low` is the first position a query sees, `mask` what it sees of the block.
 
-    The kernel gives, for each stretch, unnormalized values, sums of exponentials, and the power of two by which both
-    are divided.
+    The kernel gives, for each stretch, unnormalized values and sums of exponentials, both divided by 2**n, and n.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -187,43 +187,48 @@ def _repeated(sinks: Float[Array, " N"], K: int, T: int) -> Float[Array, "1 K Q"
 
 def merged(
     out: Float[Array, "B K _ Q Hv"],
-    power: Float[Array, "B K _ Q"],
+    exponent: Float[Array, "B K _ Q"],
     total: Float[Array, "B K _ Q"],
     sinks: Float[Array, "1 K Q"] | None,
 ) -> tuple[Float[Array, "B K Q Hv"], Float[Array, "B K Q"]]:
-    """Unnormalized values and sums of exponentials of all stretches together, divided by one power of two.
+    """Unnormalized values and sums of exponentials of all stretches together, all divided by the same 2**n.
 
-    XLA makes a single kernel of that only if few stretches are written out one by one, and if their weights take no
-    exponential, which it would not compute once more for each value: so these are powers of two.
+    XLA makes a single kernel of that if few stretches are written out one by one, and if their weights are cheap: it
+    computes them again for each value. Exponentials would get a launch of their own. Powers of two are shifts.
     """
-    few = range(power.shape[2]) if power.shape[2] <= WRITTEN_OUT else ()
-    highest = reduce(jnp.maximum, [power[:, :, i] for i in few]) if few else jnp.max(power, axis=2)
-    sink_power = None if sinks is None else power_of(sinks)
-    highest = highest if sink_power is None else jnp.maximum(highest, sink_power)
+    few = range(exponent.shape[2]) if exponent.shape[2] <= WRITTEN_OUT else ()
+    highest = reduce(jnp.maximum, [exponent[:, :, i] for i in few]) if few else jnp.max(exponent, axis=2)
+    of_sinks = None if sinks is None else scaled(sinks)
+    if of_sinks is not None:
+        highest = jnp.maximum(highest, of_sinks[1])
     if few:
-        weights = [_two_to(power[:, :, i] - highest) for i in few]
+        weights = [_power_of_two(exponent[:, :, i] - highest) for i in few]
         values = reduce(jnp.add, [weight[..., None] * out[:, :, i] for i, weight in enumerate(weights)])
         sums = reduce(jnp.add, [weight * total[:, :, i] for i, weight in enumerate(weights)])
     else:
-        weights = _two_to(power - highest[:, :, None])
+        weights = _power_of_two(exponent - highest[:, :, None])
         values, sums = jnp.sum(weights[..., None] * out, axis=2), jnp.sum(weights * total, axis=2)
-    if sinks is None or sink_power is None:
+    if of_sinks is None:
         return values, sums
-    return values, sums + jnp.exp(sinks - sink_power / LOG2_E) * _two_to(sink_power - highest)
+    return values, sums + of_sinks[0] * _power_of_two(of_sinks[1] - highest)
 
 
-def power_of(score: Float[Array, "..."]) -> Float[Array, "..."]:
-    """A whole number n, such that 2**n is within a factor of two of a score's exponential."""
-    return jnp.maximum(score * LOG2_E, LOWEST).astype(jnp.int32).astype(jnp.float32)
+def scaled(score: Float[Array, "*S"]) -> tuple[Float[Array, "*S"], Float[Array, "*S"]]:
+    """A score's exponential as `x * 2**n`: x, between 1/2 and 2, and n, a whole number.
+
+    The error of x is about that of a rounding of the score.
+    """
+    exponent = jnp.maximum(score * LOG2_E, LOWEST).astype(jnp.int32).astype(jnp.float32)
+    return jnp.exp(score - exponent / LOG2_E), exponent
 
 
-def _two_to(power: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Two to whole numbers that are not positive; 0 below -126."""
-    return jax.lax.bitcast_convert_type(jnp.maximum(power + 127, 0).astype(jnp.int32) << 23, jnp.float32)
+def _power_of_two(exponent: Float[Array, "*S"]) -> Float[Array, "*S"]:
+    """2**n for whole numbers n <= 0; 0 below n = -126."""
+    return jax.lax.bitcast_convert_type(jnp.maximum(exponent + 127, 0).astype(jnp.int32) << 23, jnp.float32)
 
 
 def _kernel(
-    plgpu, scalars, low, mask, q, k, v, cache_k, cache_v, out, out_power, out_total,
+    plgpu, scalars, low, mask, q, k, v, cache_k, cache_v, out, out_exponent, out_total,
     *, q_smem, k_smem, v_smem, low_smem, arrived, q_arrived,
     slots, page, width, block_chunks, depth, splits, places, scale, softcap,
 ):  # fmt: skip
@@ -322,8 +327,7 @@ def _kernel(
     )
     carry = jax.lax.fori_loop(0, count, partial(visit, of_cache), carry)
     acc, top, total = jax.lax.fori_loop(count, end, partial(visit, of_block), carry)
-    power = power_of(top)
-    factor = jnp.exp(top - power / LOG2_E)
+    factor, exponent = scaled(top)
     out[b, head, split, rows] = acc * jax.lax.broadcast_in_dim(factor, (ROWS, Hv), [0])
-    out_power[b, head, split, rows] = power
+    out_exponent[b, head, split, rows] = exponent
     out_total[b, head, split, rows] = total * factor

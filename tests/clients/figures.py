@@ -20,7 +20,7 @@ class Report:
         warm_up: tokens of answers that are in none of the other figures.
         since_start: whether `acceptance` is that of all steps since the server's start, and not only of the run.
         expected_acceptance: what `acceptance` must be, where it is no mean over steps.
-        requests_each: that a question takes.
+        requests_each: requests that a question takes.
     """
 
     completed: int

@@ -226,7 +226,7 @@ def guidellm(setting: Setting, endpoint: str, columns: dict[str, object] | None 
     are further ones of requests.
     """
     rows = [{"prompt": question, "output_tokens_count": LENGTH} | (columns or {}) for question in setting.questions]
-    each = 2 if columns else 1
+    turns = 2 if columns else 1
     report = setting.work / "guidellm.json"
     options = flags(
         disable_console_interactive=True,
@@ -234,7 +234,7 @@ def guidellm(setting: Setting, endpoint: str, columns: dict[str, object] | None 
             {"kind": "openai_http", "target": setting.url, "request_format": endpoint, "extras": {"body": fields}}
         ),
         profile=f"kind=concurrent,streams={AT_ONCE}",
-        constraint=f"kind=max_requests,count={each * len(rows)}",
+        constraint=f"kind=max_requests,count={turns * len(rows)}",
         tokenizer=f"kind=huggingface_auto,model={setting.target}",
         data=f"kind=json_file,path={setting.data('guidellm.jsonl', rows)}",
         output=f"kind=json,path={report}",
@@ -254,7 +254,7 @@ def guidellm(setting: Setting, endpoint: str, columns: dict[str, object] | None 
         total("output_tokens"),
         1 + accepted / taken if taken else None,
         total("cached_tokens"),
-        requests_each=each,
+        requests_each=turns,
     )
 
 

@@ -2,8 +2,9 @@
 
     python -m tests.constraints.hostile [--count 10000] [--first 0] [--tokenizer DIRECTORY]
 
-Each is prepared in a process of its own. Printed are the seconds of CPU and the memory beyond that of an empty one: the
-median, the 99th percentile and the most, with the seeds that took most; and how many are refused, by code.
+Each is prepared in a process of its own. Printed are the seconds of CPU and the memory that it adds: the median, the
+99th percentile and the most, with the seeds that took most; and how many are refused, by code. The exit status is 1 if
+one fails in another way, or takes longer than a minute.
 """
 
 import argparse
@@ -11,7 +12,10 @@ import collections
 import os
 import random
 import resource
+import signal
+import sys
 import time
+import traceback
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -24,6 +28,8 @@ from dflash_jax.vocabulary import load_tokenizer
 from tests.fakes import schemas, vocabulary
 
 MOST_SHOWN = 5
+LONGEST = 60  # seconds of a constraint
+FAILED = "failed"
 
 
 def hostile(rng):
@@ -56,8 +62,8 @@ def hostile(rng):
     if kind == 8:
         size = min(n, 12)
         refs = [{"$ref": f"#/$defs/{i}"} for i in range(size)]
-        object = {"type": "object", "properties": {f"k{i}": ref for i, ref in enumerate(refs)}}
-        return json_schema({"$ref": "#/$defs/0", "$defs": {str(i): object for i in range(size)}})
+        whole = {"type": "object", "properties": {f"k{i}": ref for i, ref in enumerate(refs)}}
+        return json_schema({"$ref": "#/$defs/0", "$defs": {str(i): whole for i in range(size)}})
     if kind == 9:
         return json_schema({"type": "array", "items": {"type": "string", "maxLength": n}, "maxItems": n})
     if kind == 10:
@@ -86,21 +92,24 @@ def cost(constraint: Constraint, seed: int, known, ends) -> Cost:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
+        signal.alarm(LONGEST)  # which ends it
+        before, begin, result = peak(), time.process_time(), "prepared"
         try:
-            before, begin, result = peak(), time.process_time(), "prepared"
-            try:
-                prepared(constraint, known, ends)
-            except ConstraintError as error:
-                result = error.code
-            said = f"{time.process_time() - begin} {peak() - before} {result}"
-            os.write(write, said.encode())
-        finally:
-            os._exit(0)
+            prepared(constraint, known, ends)
+        except ConstraintError as error:
+            result = error.code
+        except Exception:
+            traceback.print_exc()
+            result = FAILED
+        os.write(write, f"{time.process_time() - begin} {peak() - before} {result}".encode())
+        os._exit(0)
     os.close(write)
     with os.fdopen(read) as answer:
         said = answer.read().split()
     os.waitpid(child, 0)
-    return Cost(float(said[0]), float(said[1]), said[2], seed) if said else Cost(0.0, 0.0, "ended", seed)
+    if not said or said[2] == FAILED:
+        print(f"seed {seed} failed: {constraint.source[:200]}")
+    return Cost(float(said[0]), float(said[1]), said[2], seed) if said else Cost(LONGEST, 0.0, FAILED, seed)
 
 
 def peak() -> float:
@@ -108,13 +117,15 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def main() -> None:
-    """Prints what the module says."""
+def main() -> int:
+    """Prepares constraints, and prints what they cost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="seed of the first")
     parser.add_argument(
-        "--tokenizer", type=Path, help="whose vocabulary to use; by default a small one of nasty tokens"
+        "--tokenizer",
+        type=Path,
+        help="whose vocabulary to use; by default a small one whose tokens are hard to constrain",
     )
     args = parser.parse_args()
     known, ends = vocabulary.vocabulary(), [vocabulary.END]
@@ -131,12 +142,15 @@ def main() -> None:
         ("seconds of CPU of those prepared", seconds, done),
         ("MiB", memory, costs),
     ):
+        if not chosen:
+            continue
         ordered = sorted(chosen, key=of)
         values = [of(one) for one in ordered]
         print(f"{name}: median {median(values):.3g}, 99% {values[int(0.99 * len(values))]:.3g}, most {values[-1]:.3g}")
         print("  most:", ", ".join(f"{of(one):.3g} (seed {one.seed}, {one.result})" for one in ordered[-MOST_SHOWN:]))
     print(dict(collections.Counter(one.result for one in costs).most_common()))
+    return int(any(one.result == FAILED for one in costs))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

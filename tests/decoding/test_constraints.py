@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import random
+import re
 import time
 
 import jax
@@ -159,6 +160,23 @@ def test_nothing_about_an_engine_changes_them(settings, directory, target, plain
 def test_neither_do_proposals_that_are_never_allowed(target, plain):
     """A drafter that knows nothing of constraints."""
     assert answers(target, BigramDrafter(SIZE), requests(), slots=2) == plain
+
+
+@pytest.mark.slow
+@pytest.mark.lossless
+@pytest.mark.parametrize("tree", [0, 7])
+def test_at_every_place_of_a_block_the_mask_may_change_and_the_answer_end(tree, directory, target):
+    """Letters are followed by digits, as reasoning is by JSON; proposals go on after the end."""
+    forms = [f"[xz]{{{letters}}}[0-9]{{3}}" for letters in range(1, 13)]
+    asked = [
+        tiny.ask([5, 6], 30, i % 2, id=str(i), constraint=regex(form), eos_token_ids=(END,))
+        for i, form in enumerate(forms)
+    ]
+    found = answers(target, load_drafter(directory / "dflash", num_target_layers=4), asked, tree=tree)
+    assert found == answers(target, None, asked)
+    for form, (tokens, reason) in zip(forms, found, strict=True):
+        assert reason == "stop"
+        assert re.fullmatch(form, b"".join(vocabulary.vocabulary().tokens[token] for token in tokens[:-1]).decode())
 
 
 @pytest.mark.slow

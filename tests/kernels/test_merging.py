@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.kernels.block_attention.mosaic_gpu import MASKED, merged, power_of
+from dflash_jax.kernels.block_attention.mosaic_gpu import MASKED, merged, scaled
 
 B, K, Q, CHUNK, H = 2, 1, 4, 5, 3
 
@@ -21,13 +21,14 @@ def test_merged_stretches_are_the_whole(stretches, with_sinks, size):
     seen = np.ones(scores.shape, bool)
     seen[:, :, 1:2] = False
     top = np.where(seen, scores, MASKED).max(axis=-1).astype(np.float32)
-    power = power_of(jnp.asarray(top))
-    exponents = np.where(seen, np.float64(scores) - np.float64(power)[..., None] * np.log(2), -np.inf)
-    weights = np.exp(exponents)
+    factor, exponent = map(np.asarray, scaled(jnp.asarray(top)))
+    assert (exponent == np.round(exponent)).all()
+    weights = np.exp(np.where(seen, np.float64(scores) - top[..., None], -np.inf))  # as the kernel sums them
+    out, total = (weights @ values) * factor[..., None], weights.sum(axis=-1) * factor
     out, total = merged(
-        jnp.asarray(np.float32(weights @ values)),
-        power,
-        jnp.asarray(np.float32(weights.sum(axis=-1))),
+        jnp.asarray(np.float32(out)),
+        jnp.asarray(exponent),
+        jnp.asarray(np.float32(total)),
         sinks=None if sinks is None else jnp.asarray(sinks),
     )
 

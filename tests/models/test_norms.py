@@ -32,7 +32,7 @@ def last(monkeypatch):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("T", [1, 16])
+@pytest.mark.parametrize("T", [1, 16, 40])
 @pytest.mark.parametrize("kind", [RMSNorm, Float32RMSNorm, Norm])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_are_those_of_what_is_normed(kind, T, dtype, last):
@@ -93,8 +93,7 @@ def test_every_family_computes_the_same(family, tmp_path, last):
 KINDS = tiny.kinds()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "dflash")) for kind in KINDS])
 def test_every_drafter_proposes_the_same(kind, tmp_path, last):
     target = load_target(tiny.write_target(tmp_path / "target", tiny.target_config()))
     drafter = load_drafter(tiny.write_drafter(tmp_path / "drafter", KINDS[kind]), num_target_layers=4)
