@@ -21,7 +21,7 @@ from dflash_jax.kernels.products import FEW_ROWS
 
 # Few positions make few thread blocks. So that XLA sums their squares in the launch that makes `x`, they are summed in
 # pieces first: of at most 128 numbers in a single position, and of 256 in several. There are at most 64 pieces, or XLA
-# does not add their sums where they are read. From `MANY` positions on it would not add any there: all are one piece.
+# does not add their sums where they are read. From `MANY` positions on XLA never adds them there: a row is one piece.
 PIECES, MOST, MANY = (256, 128), 64, 32
 
 

@@ -33,7 +33,8 @@ import tyro
 from dflash_jax.bundled import bundled_pair
 from dflash_jax.data.problems import problems
 from tests.clients.figures import Report, counted, differences
-from tests.clients.runs import AT_ONCE, CLIENTS, WITH_TOOLS, FailedError, MissingError, Setting, environments, flags
+from tests.clients.runs import AT_ONCE, CLIENTS, FailedError, MissingError, Setting, environments, flags
+from tests.clients.tools import WITH_TOOLS
 from tests.fakes.templates import QWEN3_CODER
 
 QUESTIONS = 8

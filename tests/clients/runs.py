@@ -24,31 +24,6 @@ AT_ONCE = 2  # requests in progress
 LONGEST = 300  # seconds of a run
 PACKAGES = "aiohttp jinja2 msgspec numpy orjson pandas pillow pybase64 pyyaml regex requests tqdm transformers>=5"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-TOOLS = [  # of which one is called; what may be its arguments has an end
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": f"{name.title()}s numbers.",
-            "strict": True,
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "numbers": {
-                        "type": "array",
-                        "items": {"type": "integer", "minimum": 0, "maximum": 9999},
-                        "minItems": 1,
-                        "maxItems": 4,
-                    },
-                    "unit": {"enum": ["apples", "coins", "minutes"]},
-                },
-                "required": ["numbers", "unit"],
-                "additionalProperties": False,
-            },
-        },
-    }
-    for name in ("add", "multiply")
-]
 
 
 class MissingError(Exception):
@@ -363,8 +338,6 @@ def sglang(setting: Setting, endpoint: str) -> Report:
     return Report(said["completed"], None, said["total_output_tokens"], said["accept_length"], since_start=True)
 
 
-CALLING = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
-ANSWERED = {"tools": json.dumps(TOOLS), "tool_response": '{"result": 7}'}
 CLIENTS = {
     "dflash": dflash,
     "openai": openai,
@@ -376,11 +349,6 @@ CLIENTS = {
     "vllm bench serve, text": lambda setting: vllm(setting, TEXT),
     "sglang bench_serving, chat": lambda setting: sglang(setting, CHAT),
     "sglang bench_serving, text": lambda setting: sglang(setting, TEXT),
-}
-WITH_TOOLS = {  # for a server whose chat template writes tools
-    "guidellm, tools": lambda setting: guidellm(setting, CHAT, ANSWERED, parallel_tool_calls=False),
-    "aiperf, tools": lambda setting: aiperf(setting, CHAT, **CALLING),
-    "vllm bench serve, tools": lambda setting: vllm(setting, CHAT, **CALLING),
 }
 
 
