@@ -45,14 +45,16 @@ def torch_steps(bench: Bench) -> Iterator[Figures]:
                 cache.crop(context)
 
             yield {"torch": f"transformers, {name}", "ms": _milliseconds(step, torch)}
-        yield _official_step(model, raw[1], bench.context(1024), dtype, torch)
+        yield _official_step(model, raw[1], bench.context(1024), dtype)
 
 
-def _official_step(target: Any, raw: Raw, context: int, dtype: object, torch: Any) -> Figures:
+def _official_step(target: Any, raw: Raw, context: int, dtype: object) -> Figures:
     """A step of `dflash_generate`, which drafts and verifies a whole block, with a drafter of random weights.
 
     It is the median time from one verification to the next.
     """
+    import torch
+
     try:
         from dflash import model
         from transformers import Qwen3Config
@@ -62,13 +64,14 @@ def _official_step(target: Any, raw: Raw, context: int, dtype: object, torch: An
     wait, block = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None, raw["block_size"]
     begun = list[float]()
 
-    def beginning(_: object, args: tuple[Any, ...]) -> None:
+    def beginning(_: object, args: tuple[torch.Tensor, ...]) -> None:
         if args[0].shape[1] == block:  # no prompt, and no shorter block at the end
             wait()
             begun.append(time.perf_counter())
 
     hook = target.register_forward_pre_hook(beginning)
-    model.dflash_generate(drafter, target, torch.zeros((1, context), dtype=torch.long), STEPS + block, None)
+    prompt = torch.zeros((1, context), dtype=torch.long)
+    model.dflash_generate(drafter, target, prompt, STEPS + block, None)  # pyright: ignore[reportArgumentType] (no narrower type)
     hook.remove()
     times = sorted(after - before for before, after in pairwise(begun[1:]))  # the first steps warm up
     return {"torch": f"dflash {version('dflash')}, speculative step", "ms": 1e3 * times[len(times) // 2]}
