@@ -152,7 +152,7 @@ def serve_http(
         needs = needs_of(target.config, [], engine_options, logprobs=MOST_ALTERNATIVES, growing=True)
         engine = engine_for(loaded, needs, generation, engine_options, plain=not engine_options.deterministic)
         entrance.programs = engine.programs(first=True)
-        warm_up(engine, first=True, progress=entrance.count)
+        warm_up(engine, first=True, background=True, progress=entrance.count)
         worker = Worker(engine, options.max_waiting)
         given = models.target or str(target.directory)
         name = Path(given).resolve().name if Path(given).exists() else given  # a hub id as it is

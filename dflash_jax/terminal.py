@@ -73,7 +73,7 @@ def answer_once(
     request = Request(tokens, found.defaults, id="0")
     engine = engine_for(found, needs_of(found.target.config, [request], options), generation, options)
     engine.check(request)
-    warm_up(engine, patience=PATIENCE, once=True)
+    warm_up(engine, first=True, patience=PATIENCE)  # the others take longer to compile than they save in one answer
     completion = _stream(engine, found, tokens, "0")
     if completion is not None:
         print(_figures(engine, completion), file=sys.stderr)

@@ -33,16 +33,16 @@ def warm_up(
     going: Callable[[], bool] = lambda: True,
     *,
     first: bool = False,
+    background: bool = False,
     patience: float = 0.0,
-    once: bool = False,
     progress: Callable[[int], object] = lambda done: None,
 ) -> None:
     """Compiles, and says so.
 
     Args:
         first, progress: see `Engine.warm_up`.
+        background: whether the caller then compiles the rest.
         patience: seconds of compiling before anything is said.
-        once: for a single answer; see `Engine.compile`.
 
     Raises:
         KeyboardInterrupt: `going` is false, which is looked at between programs.
@@ -59,13 +59,11 @@ def warm_up(
         progress(done)
 
     try:
-        if once:
-            engine.compile(compiled)
-        else:
-            engine.warm_up(check_interrupt, compiled, first=first)
+        engine.warm_up(check_interrupt, compiled, first=first)
     finally:
         shown.close()
-    more = f"; compiling {counted(engine.left, 'more program')} in the background" if engine.left else ""
+    rest = engine.left if background else 0
+    more = f"; compiling {counted(rest, 'more program')} in the background" if rest else ""
     if not patience or shown.said:
         log.info("ready after %.1f s%s", engine.stats.compile_seconds, more)
 

@@ -1,28 +1,29 @@
 """The large programs of an engine: which there are, and what each is called with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.stages import Wrapped
+from jax.stages import Compiled, Wrapped
 
 from dflash_jax.decoding.automata import Automata
 from dflash_jax.decoding.prompts import Prompts, stacked_on_host
 from dflash_jax.decoding.state import DraftModel, RowSettings, State
-from dflash_jax.infer.engine import traced
+from dflash_jax.infer.engine import executables
 from dflash_jax.infer.engine.chooser import Draft
 from dflash_jax.infer.engine.compiler_options import Options, fastest_options
 from dflash_jax.infer.engine.constraints import Constraints
 from dflash_jax.infer.engine.drafts import Drafts
 from dflash_jax.infer.engine.engine_config import EngineConfig
+from dflash_jax.infer.engine.executables import Call
 from dflash_jax.infer.engine.graphs import graph_options
 from dflash_jax.infer.engine.params import SamplingParams
 from dflash_jax.infer.engine.programs import decode_call, prefill
 from dflash_jax.infer.engine.prompts import BesideShape, PrefillBatch, Prefills, PrefillShape
 from dflash_jax.infer.engine.reads import ReadPlan
 from dflash_jax.infer.engine.rows import ActiveRequest
-from dflash_jax.infer.engine.traced import Call
 from dflash_jax.infer.engine.widths import filled, narrower
 from dflash_jax.mesh import rows_of
 from dflash_jax.sharding import settled
@@ -85,7 +86,7 @@ class Calls:
         self._widths = (rows,) if fixed else narrower(rows, self.parts)
         tokens = config.beside(jax.default_backend())
         self.beside = None if tokens is None else BesideShape.of(tokens, rows, self.parts, config.prefill_chunk)
-        self._from_disk: dict[Name, Wrapped | None] = {}  # programs by name; None where there is none
+        self._kept: dict[Name, Compiled | None] = {}  # those that are on disk; None where it could not be read
 
     @property
     def drafter(self) -> DraftModel | None:
@@ -120,17 +121,37 @@ class Calls:
             return self.prefill(state, *self.nothing(name))
         return self.decode(state, name.draft, 0, 0, self.idle(name.rows), Beside([], {}) if name.reads else None)
 
-    def compiled(self, name: Name, state: State) -> tuple[Wrapped, tuple]:
-        """The program, that on disk if there is one, and arguments for it."""
-        call = self.empty(name, state)
-        if name not in self._from_disk:
-            options = None if isinstance(name, PrefillShape) else self.compiler_options(name.draft, name.rows)
-            self._from_disk[name] = traced.from_disk(call, options)
-        return self.asked(name, call)
+    def is_on_disk(self, name: Name, state: State) -> bool:
+        """Whether `compiling` needs to trace nothing."""
+        path = self._place(name, self.empty(name, state))
+        return path is not None and path.exists()
 
-    def asked(self, name: Name, call: Call) -> tuple[Wrapped, tuple]:
+    def compiling(self, name: Name, state: State) -> Callable[[], object]:
+        """The rest of the work after which this program can be called, for any thread: to compile it, or to read it
+        from disk."""
+        if self._kept.get(name):
+            return lambda: None
+        call = self.empty(name, state)
+        path = self._place(name, call)
+        if path is not None and path.exists():
+            return lambda: self._kept.update({name: executables.load(path, call)})
+        lowered = call.program.lower(*call.arguments)
+        if path is None:
+            return lowered.compile
+
+        def compile() -> None:
+            self._kept[name] = program = lowered.compile()
+            executables.keep(path, program)
+
+        return compile
+
+    def _place(self, name: Name, call: Call) -> Path | None:
+        options = None if isinstance(name, PrefillShape) else self.compiler_options(name.draft, name.rows)
+        return executables.place(call, options)
+
+    def asked(self, name: Name, call: Call) -> tuple[Wrapped | Compiled, tuple]:
         """The program of this name and its arguments."""
-        kept = self._from_disk.get(name)
+        kept = self._kept.get(name)
         return (call.program, call.arguments) if kept is None else (kept, call.given)
 
     def prefill(self, state: State, selected: PrefillBatch, settings: tuple[RowSettings, ...]) -> Call:

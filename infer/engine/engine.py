@@ -165,16 +165,6 @@ class Engine:
         left = [name for name in self.batch.calls.names if name not in self.batch.used]
         self.batch.compile(left, check_interrupt, at_once=1)
 
-    def compile(self, progress: Progress = lambda done: None) -> None:
-        """Compiles the large programs of this engine, and runs none: for a single answer. What is chosen by measured
-        times needs `warm_up`, which this then calls."""
-        if self.drafts.auto:
-            self.warm_up(progress=progress)
-        else:
-            begin = time.perf_counter()
-            self.batch.compile(self.batch.calls.names, progress=progress)
-            self.stats.compile_seconds += time.perf_counter() - begin
-
     def generate(self, requests: Iterable[Request]) -> list[Completion]:
         """Completions in the order of the requests; raises RequestError for one that cannot be served."""
         requests = list(requests)

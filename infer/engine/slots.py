@@ -15,7 +15,6 @@ from dflash_jax.cache import Pages, Windowed, with_pages
 from dflash_jax.decoding.state import DraftModel, RowSettings, State, init_state
 from dflash_jax.decoding.step import Committed
 from dflash_jax.drafters.around import Kept
-from dflash_jax.infer.engine import traced
 from dflash_jax.infer.engine.calls import Beside, Calls, Decode, Name
 from dflash_jax.infer.engine.chooser import Draft
 from dflash_jax.infer.engine.compiling import Progress, compile_all
@@ -122,13 +121,13 @@ class Slots:
         """Compiles these programs, so many at a time. Another thread may use others meanwhile."""
         with self._on_mesh():
             compile_all(
-                (self.calls.compiled(name, self._current()) for name in names), check_interrupt, progress, at_once
+                (self.calls.compiling(name, self._current()) for name in names), check_interrupt, progress, at_once
             )
 
     def _check_kernels(self) -> None:
         """Checks the kernels of the first programs, before there are caches."""
-        calls = [self.calls.empty(name, self.state) for name in self.calls.first]
-        calls = [call for call in calls if not traced.is_on_disk(call)]
+        missing = [name for name in self.calls.first if not self.calls.is_on_disk(name, self.state)]
+        calls = [self.calls.empty(name, self.state) for name in missing]
         verify.side_by_side(partial(call.program.trace, *call.arguments) for call in calls)
 
     def warm_up(

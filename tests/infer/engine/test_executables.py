@@ -1,4 +1,4 @@
-"""Programs kept on disk as they were traced: the same answers, and never another program's."""
+"""Compiled programs kept on disk: the same answers, and never another program's."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from dflash_jax import Engine, load_drafter
-from dflash_jax.infer.engine import programs, traced
+from dflash_jax.infer.engine import executables, programs
 from dflash_jax.kernels import dispatch, verify
 from tests import tiny
 from tests.fakes.drafters import BigramDrafter
@@ -17,10 +17,10 @@ PROMPTS = [[5, 9, 11], [7, 7, 30, 31, 2], [40]]
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(traced, "kept", lambda: True)
+    monkeypatch.setattr(executables, "kept", lambda: True)
     monkeypatch.setattr(verify, "_known", {})  # other tests have kernels that fail their checks
     monkeypatch.setattr(verify, "_undecided", set())
-    return tmp_path / "dflash_jax" / "traced"
+    return tmp_path / "dflash_jax" / "programs"
 
 
 def engine(target, drafter, **settings):
@@ -28,19 +28,19 @@ def engine(target, drafter, **settings):
 
 
 def answers(engine):
-    engine.compile()
+    engine.warm_up()
     requests = [tiny.ask(prompt, 12, temperature=0.7 * i, id=str(i)) for i, prompt in enumerate(PROMPTS)]
     return [(done.token_ids, done.acceptance_lengths) for done in engine.generate(requests)]
 
 
 def path(engine):
-    draft, width = engine.batch._decoding[0]
-    return traced._path(engine.batch.calls.decode(engine.batch.state, draft, 0, 0, engine.batch.idle(width)))
+    name = engine.batch.calls.names[0]
+    return engine.batch.calls._place(name, engine.batch.calls.empty(name, engine.batch.state))
 
 
 def test_the_next_process_traces_nothing_and_answers_alike(target, drafter, directory, monkeypatch):
     with monkeypatch.context() as off:
-        off.setattr(traced, "kept", lambda: False)
+        off.setattr(executables, "kept", lambda: False)
         expected = answers(engine(target, drafter))
         assert not directory.exists()
     assert answers(engine(target, drafter)) == expected
@@ -83,7 +83,12 @@ def test_what_a_program_follows_from_is_in_its_name(target, drafter, directory, 
         dispatch.set_policy(None)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
     differs(first)
-    monkeypatch.setattr(traced, "_sources", lambda: "other sources")
+    monkeypatch.setattr(executables, "_sources", lambda: "other sources")
+    differs(first)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(executables, "_processor", lambda: "x86_64 sse2")
+        differs(first)
+    monkeypatch.setattr(first.batch.calls, "compiler_options", lambda draft, rows: {"xla_some_option": True})
     differs(first)
 
 
@@ -104,7 +109,13 @@ def test_damaged_files_are_written_again(target, drafter, directory):
         file.write_bytes(damaged)
     jax.clear_caches()
     assert answers(engine(target, drafter)) == expected
-    assert all(traced._read(file) for file in directory.iterdir())
+    assert not list(directory.iterdir())
+    assert answers(engine(target, drafter)) == expected
+    files = {file: file.stat().st_mtime_ns for file in directory.iterdir()}
+    assert len(files) == 3
+    jax.clear_caches()
+    assert answers(engine(target, drafter)) == expected
+    assert {file: file.stat().st_mtime_ns for file in directory.iterdir()} == files
 
 
 def test_a_directory_that_cannot_be_written_changes_nothing(target, drafter, directory, monkeypatch):
@@ -131,7 +142,7 @@ def test_what_cannot_be_named_is_not_kept(target, directory, monkeypatch):
         """No module leads to it."""
 
     assert path(engine(target, Local(64))) is None
-    monkeypatch.setattr(traced, "_sources", lambda: None)  # one was written after this process began
+    monkeypatch.setattr(executables, "_sources", lambda: None)  # one was written after this process began
     assert path(engine(target, None)) is None
 
 
@@ -143,7 +154,7 @@ def test_programs_are_kept_where_jax_keeps_its_own(tmp_path):
         for values in ((str(tmp_path), True), (str(tmp_path), False), (None, True)):
             for name, value in zip(names, values, strict=True):
                 jax.config.update(name, value)
-            found.append(traced.kept())
+            found.append(executables.kept())
     finally:
         for name, value in zip(names, before, strict=True):
             jax.config.update(name, value)

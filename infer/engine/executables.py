@@ -1,0 +1,167 @@
+"""Compiled programs of an engine, kept on disk for the next process.
+
+jax keeps what it compiled, but finds it by the program's text. To trace a program and to write it down is work in
+Python: a third of a second for a small pair, several seconds for a large one, at every start. What comes out follows
+from the sources of this package and of jax, their settings, the machine, the compiler's options, and the shapes and
+configurations of the arguments. So the compiled program is kept under a name that all of these make, and a process that
+finds it has only to read it.
+"""
+
+import contextlib
+import hashlib
+import inspect
+import io
+import logging
+import os
+import pickle
+import platform
+import re
+import zlib
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import serialize_executable
+from jax.stages import Compiled, Wrapped
+
+import dflash_jax
+from dflash_jax import files, models
+from dflash_jax.decoding.state import TargetModel
+from dflash_jax.infer.engine.compiler_options import Options
+from dflash_jax.kernels import dispatch, verdicts, verify
+
+_log = logging.getLogger("dflash_jax")
+VERSIONS = "flax", "numpy"  # besides those of jax
+OWN = "dflash_jax", "jax", "jaxlib", "flax", "numpy", "ml_dtypes", "builtins", "collections"
+PROCESSORS = Path("/proc/cpuinfo")
+FEATURES = re.compile(r"^(?:flags|Features)\s*:(.*)$", re.MULTILINE)  # of a processor, on x86 and on Arm
+
+
+class Call(NamedTuple):
+    """A jitted function and its arguments: the third, the state, is donated, and the last `static` are static."""
+
+    program: Wrapped
+    arguments: tuple
+    static: int
+
+    @property
+    def given(self) -> tuple:
+        """The arguments without static ones."""
+        return self.arguments[: -self.static]
+
+
+def kept() -> bool:
+    """Whether this process keeps programs: where jax does."""
+    settings = jax.config.values
+    caches = settings["jax_compilation_cache_dir"] is not None and settings["jax_enable_compilation_cache"]
+    return caches and jax.process_count() == 1
+
+
+def place(call: Call, options: Options | None = None) -> Path | None:
+    """Where the program is or will be kept; None if it is not to be kept: without jax's own cache, on several devices,
+    and for classes from outside of this package.
+
+    Args:
+        options: the compiler's.
+    """
+    try:
+        return _named(call, options, sources) if kept() and (sources := _sources()) else None
+    except Exception as error:  # a class of a function, which no name leads to; no home
+        _log.debug("a program is not kept", exc_info=error)
+        return None
+
+
+def load(path: Path, call: Call) -> Compiled | None:
+    """The program for `call.given` that is kept there; None, and nothing there any more, if it cannot be used."""
+    try:
+        written, returns = pickle.loads(zlib.decompress(path.read_bytes()))
+        takes = jax.tree.structure((call.given, {}))
+        (device,) = _devices(call)
+        return serialize_executable.deserialize_and_load(written, takes, returns, execution_devices=[device])
+    except Exception as error:  # half a file, or one that this machine cannot run
+        _log.debug("a kept program cannot be used", exc_info=error)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        return None
+
+
+def keep(path: Path, program: Compiled) -> None:
+    """Keeps a program, if nothing that may be different next time went into it, and if it can be written."""
+    if verify.replaced():
+        return
+    try:
+        written, _, returns = serialize_executable.serialize(program)
+        data = zlib.compress(pickle.dumps((written, returns)), 1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.replace(path, data)
+    except Exception as error:  # full, only to be read, or a platform whose programs cannot be written
+        _log.debug("a program is not kept", exc_info=error)
+
+
+def _devices(call: Call) -> set[jax.Device]:
+    leaves = [x for x in jax.tree.leaves(call.given) if isinstance(x, jax.Array)]
+    return {device for x in leaves for device in x.sharding.device_set} or {jax.local_devices()[0]}
+
+
+def _named(call: Call, options: Options | None, sources: str) -> Path | None:
+    leaves, tree = jax.tree.flatten(call.given)
+    devices = _devices(call)
+    if len(devices) > 1 or not _all_own(tree, call.arguments[0]):
+        return None
+    shapes = [(x.shape, x.dtype.name, getattr(x, "weak_type", False)) for x in leaves]
+    with np.printoptions(threshold=2**31):  # or an array in a configuration is cut short
+        text = [inspect.unwrap(call.program).__qualname__, str(tree), str(shapes), repr(call.arguments[-call.static :])]
+    settings = str(sorted(jax.config.values.items()))
+    how = str(sorted((options or {}).items())), str([device.id for device in devices]), _processor()
+    rests_on = [*verdicts.machine(), *map(metadata.version, VERSIONS), sources, settings, dispatch.state(), *how, *text]
+    return files.cache_directory() / "programs" / hashlib.sha256("\0".join(rests_on).encode()).hexdigest()[:32]
+
+
+@cache
+def _processor() -> str:
+    """What the processor is able to do: what is compiled for a CPU may not run on another one that has the same home."""
+    try:
+        found = FEATURES.search(PROCESSORS.read_text())
+    except OSError:
+        found = None
+    return f"{platform.machine()} {found.group(1) if found else platform.processor()}"
+
+
+class _Modules(pickle.Pickler):
+    """Collects the modules of all classes and functions that an object is made with."""
+
+    def __init__(self):
+        super().__init__(io.BytesIO())
+        self.found = set[str]()
+
+    def reducer_override(self, obj):
+        if module := getattr(obj, "__module__", None):
+            self.found.add(module)
+        return NotImplemented
+
+
+def _all_own(tree: object, target: TargetModel) -> bool:
+    """Whether the code of arguments of this structure is in the sources that a name is made of: a family or drafter
+    that a notebook registers is not."""
+    modules = _Modules()
+    modules.dump(tree)
+    modules.found.add(models.family(target.config.model_type).__name__)
+    return all(name.partition(".")[0] in OWN for name in modules.found)
+
+
+@cache
+def _sources() -> str | None:
+    """A digest of this package's sources; None if one was written after this process began, which may have read it
+    before."""
+    digest, newest = hashlib.sha256(), 0.0
+    for root, folders, names in os.walk(Path(dflash_jax.__file__).parent, followlinks=True):
+        folders.sort()
+        for name in sorted(names):
+            if name.endswith(".py"):
+                path = Path(root, name)
+                newest = max(newest, path.stat().st_mtime)
+                digest.update(f"{path}\0".encode() + path.read_bytes())
+    return digest.hexdigest() if newest < files.BEGAN else None
