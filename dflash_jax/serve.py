@@ -1,7 +1,6 @@
 """Batch generation: `python -m dflash_jax.serve --input FILE --output FILE [--target DIR --drafter DIR]`."""
 
 import contextlib
-import gc
 import math
 import sys
 import time
@@ -30,7 +29,7 @@ from dflash_jax.cli import (
 )
 from dflash_jax.engines import Needs, check_length, engine_for, load_engine, needs_of_input, needs_of_lines
 from dflash_jax.files import reading
-from dflash_jax.infer.interrupt import exit_quietly, exit_status
+from dflash_jax.infer.interrupt import exit_quietly, exit_status, hasten_start
 from dflash_jax.infer.jobs.record_fields import CHOSEN, INPUT
 from dflash_jax.infer.progress import LOG_PAUSE
 from dflash_jax.loading import Described, describe, load, pair_sources
@@ -378,6 +377,5 @@ def _answer(options: ServeOptions, prompt: str) -> int:
 
 
 if __name__ == "__main__":
-    # Imports and traces make many objects that stay. To search them for garbage took a sixth of the first answer.
-    gc.set_threshold(50_000, 20, 20)
+    hasten_start()
     exit_quietly(main())

@@ -122,7 +122,7 @@ def _named(call: Call, options: Options | None, sources: str) -> Path | None:
 
 @cache
 def _processor() -> str:
-    """What the processor is able to do: what is compiled for a CPU may not run on another one that has the same home."""
+    """What the processor can do: what is compiled for one may not run on another that has the same home directory."""
     try:
         found = FEATURES.search(PROCESSORS.read_text())
     except OSError:
