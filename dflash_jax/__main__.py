@@ -121,10 +121,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def console() -> None:
     """The entry point `dflash-jax`."""
-    from dflash_jax.infer.interrupt import exit_quietly, hasten_start
+    from dflash_jax.infer.interrupt import exit_quietly
+    from dflash_jax.process import answer_only
 
     if sys.argv[1:2] not in (["bench"], ["benchmark"]):  # which may compare with torch
-        hasten_start()
+        answer_only()
     exit_quietly(main())
 
 

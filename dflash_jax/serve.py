@@ -29,12 +29,13 @@ from dflash_jax.cli import (
 )
 from dflash_jax.engines import Needs, check_length, engine_for, load_engine, needs_of_input, needs_of_lines
 from dflash_jax.files import reading
-from dflash_jax.infer.interrupt import exit_quietly, exit_status, hasten_start
+from dflash_jax.infer.interrupt import exit_quietly, exit_status
 from dflash_jax.infer.jobs.record_fields import CHOSEN, INPUT
 from dflash_jax.infer.progress import LOG_PAUSE
 from dflash_jax.loading import Described, describe, load, pair_sources
 from dflash_jax.pairs import completed
 from dflash_jax.parsing import configured, flag, parse
+from dflash_jax.process import answer_only
 from dflash_jax.serve_http import HttpOptions, serve_http
 
 if TYPE_CHECKING:
@@ -377,5 +378,5 @@ def _answer(options: ServeOptions, prompt: str) -> int:
 
 
 if __name__ == "__main__":
-    hasten_start()
+    answer_only()
     exit_quietly(main())

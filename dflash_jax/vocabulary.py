@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool
 
 from dflash_jax.checkpoint.tokenizer import check_tokenizer_files, listed_tokens
 from dflash_jax.files import one_line, read_json, said
+from dflash_jax.process import torch_hidden
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -43,11 +44,12 @@ def load_tokenizer(directory: Path) -> Any:
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         return None
     check_tokenizer_files(directory)
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
     try:
-        tokenizer: Any = _tokenizer_class(directory).from_pretrained(str(directory))
+        with torch_hidden():
+            from transformers.utils import logging
+
+            logging.set_verbosity_error()
+            tokenizer: Any = _tokenizer_class(directory).from_pretrained(str(directory))
         tokenizer.decode(tokenizer.encode("a"))  # some values are only looked at when they are needed
     except Exception as error:  # tokenizer files are read by several libraries, which raise what they like
         reason = said(error).strip().splitlines()[0]

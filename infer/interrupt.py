@@ -1,8 +1,6 @@
-"""How a command begins and ends: what it leaves out, exit status and message. The first signal asks it to stop, a second
-one stops it at once."""
+"""How a command ends: exit status and message. The first signal asks it to stop, a second one stops it at once."""
 
 import contextlib
-import gc
 import os
 import signal
 import sys
@@ -66,13 +64,6 @@ def exit_status(work: Callable[[], int], *, interrupted: str = "interrupted", pa
             raise
         _say(f"{error}; {packages}")
     return 2
-
-
-def hasten_start() -> None:
-    """Leaves out what a process that only answers has no use for. A seventh of its start was a search for garbage among
-    objects that stay, a quarter torch, which transformers imports for a tokenizer wherever it is installed."""
-    gc.set_threshold(50_000, 20, 20)
-    vars(sys)["modules"].setdefault("torch", None)  # as if it were not installed
 
 
 def silence_libraries() -> None:
