@@ -18,8 +18,8 @@ def answer_only() -> None:
 
 @contextlib.contextmanager
 def torch_hidden() -> Iterator[None]:
-    """Within, torch looks as if it were not installed, in a process that only answers: transformers imports it for every
-    tokenizer and needs it for none."""
+    """Within, torch looks as if it were not installed, in a process that only answers: transformers imports it for
+    every tokenizer and needs it for none."""
     hide = _answers_only and "torch" not in sys.modules
     modules = vars(sys)["modules"]
     if hide:
