@@ -9,6 +9,8 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
+import re
 import time
 from functools import cache
 from importlib import metadata
@@ -20,6 +22,8 @@ import jax
 from dflash_jax import files
 
 DRIVER = Path("/sys/module/nvidia/version")
+PROCESSORS = Path("/proc/cpuinfo")
+FEATURES = re.compile(r"^(?:model name|flags|Features)\s*:(.*)$", re.MULTILINE)  # of a processor, on x86 and on Arm
 FLAGS = "XLA_FLAGS", "LIBTPU_INIT_ARGS"  # of the compiler, in the environment
 
 
@@ -35,7 +39,8 @@ def machine() -> list[str]:
     """The device, its driver, the versions of jax and the compiler's flags."""
     device = jax.local_devices()[0]
     versions = jax.__version__, metadata.version("jaxlib"), device.client.platform_version
-    return [device.device_kind, _driver(), *versions, *(os.environ.get(name, "") for name in FLAGS)]
+    kind = _processor() if device.platform == "cpu" else device.device_kind
+    return [kind, _driver(), *versions, *(os.environ.get(name, "") for name in FLAGS)]
 
 
 class Verdict:
@@ -118,6 +123,17 @@ def _driver() -> str:
         return DRIVER.read_text().strip()
     except OSError:
         return ""
+
+
+@cache
+def _processor() -> str:
+    """Which one it is and what it can do: what is compiled or measured on one may not hold on another that has the same
+    home directory."""
+    try:
+        found = dict.fromkeys(FEATURES.findall(PROCESSORS.read_text()))
+    except OSError:
+        found = ()
+    return " ".join([platform.machine(), *(found or [platform.processor()])])
 
 
 @cache

@@ -146,7 +146,7 @@ class Engine:
         begin, batch = time.perf_counter(), self.batch
         batch.warm_up(batch.calls.first if first else batch.calls.names, check_interrupt, progress)
         if self.drafts.auto or batch.to_measure:
-            seconds = batch.step_seconds(check_interrupt)
+            seconds = batch.step_seconds(check_interrupt, brief=first)
             if self.drafts.auto:
                 self.drafts.measured(seconds)
         self.stats.compile_seconds += time.perf_counter() - begin

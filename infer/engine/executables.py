@@ -14,8 +14,6 @@ import io
 import logging
 import os
 import pickle
-import platform
-import re
 import zlib
 from functools import cache
 from importlib import metadata
@@ -36,8 +34,6 @@ from dflash_jax.kernels import dispatch, verdicts, verify
 _log = logging.getLogger("dflash_jax")
 VERSIONS = "flax", "numpy"  # besides those of jax
 OWN = "dflash_jax", "jax", "jaxlib", "flax", "numpy", "ml_dtypes", "builtins", "collections"
-PROCESSORS = Path("/proc/cpuinfo")
-FEATURES = re.compile(r"^(?:flags|Features)\s*:(.*)$", re.MULTILINE)  # of a processor, on x86 and on Arm
 
 
 class Call(NamedTuple):
@@ -115,19 +111,9 @@ def _named(call: Call, options: Options | None, sources: str) -> Path | None:
     with np.printoptions(threshold=2**31):  # or an array in a configuration is cut short
         text = [inspect.unwrap(call.program).__qualname__, str(tree), str(shapes), repr(call.arguments[-call.static :])]
     settings = str(sorted(jax.config.values.items()))
-    how = str(sorted((options or {}).items())), str([device.id for device in devices]), _processor()
+    how = str(sorted((options or {}).items())), str([device.id for device in devices])
     rests_on = [*verdicts.machine(), *map(metadata.version, VERSIONS), sources, settings, dispatch.state(), *how, *text]
     return files.cache_directory() / "programs" / hashlib.sha256("\0".join(rests_on).encode()).hexdigest()[:32]
-
-
-@cache
-def _processor() -> str:
-    """What the processor can do: what is compiled for one may not run on another that has the same home directory."""
-    try:
-        found = FEATURES.search(PROCESSORS.read_text())
-    except OSError:
-        found = None
-    return f"{platform.machine()} {found.group(1) if found else platform.processor()}"
 
 
 class _Modules(pickle.Pickler):

@@ -36,6 +36,7 @@ from dflash_jax.sharding import pin
 from dflash_jax.target import Target
 
 LANES = 16  # float32 numbers in the widest vector of a processor
+BRIEF = 0.2  # seconds of timing steps after which no further round begins, for a single answer
 
 
 class Slots:
@@ -284,12 +285,19 @@ class Slots:
         """Waits for the device: `read` returns before it has."""
         jax.block_until_ready(self.state.anchor)
 
-    def step_seconds(self, check_interrupt: Callable[[], object] = lambda: None) -> dict[tuple[Draft, int], float]:
+    def step_seconds(
+        self, check_interrupt: Callable[[], object] = lambda: None, *, brief: bool = False
+    ) -> dict[tuple[Draft, int], float]:
         """Times a step of each kind of draft and number of rows, all of them busy with random tokens and half full:
-        tokens that are alike would visit fewer experts than a real block does. `check_interrupt` is as in `warm_up`."""
+        tokens that are alike would visit fewer experts than a real block does.
+
+        Args:
+            check_interrupt: as in `warm_up`.
+            brief: time long steps once only.
+        """
         kept = jax.tree.map(jnp.copy, self.state.calibration)  # the programs consume the state's own arrays
         try:
-            seconds = self._timed_steps(check_interrupt)
+            seconds = self._timed_steps(check_interrupt, BRIEF if brief else math.inf)
             if self.to_measure:
                 self.beside = self._pays(seconds)
             return {(name.draft, name.rows): time for name, time in seconds.items() if not name.reads}
@@ -298,11 +306,14 @@ class Slots:
             for slot in range(self._slots if self.pages else 0):
                 self.drop(slot)
 
-    def _timed_steps(self, check_interrupt: Callable[[], object]) -> dict[Decode, float]:
+    def _timed_steps(self, check_interrupt: Callable[[], object], enough: float) -> dict[Decode, float]:
         rng, short = np.random.default_rng(0), next(name for name in self.used if isinstance(name, PrefillShape))
         endless = self.calls.neutral._replace(remaining=np.int32(np.iinfo(np.int32).max))
         times: dict[Decode, list[float]] = {name: [] for name in self.used if isinstance(name, Decode)}
-        for _ in range(3):
+        since = time.perf_counter()
+        for i in range(3):
+            if i and time.perf_counter() - since > enough:
+                break
             for draft, width, reads in times:
                 check_interrupt()
                 slots = self.idle(width)

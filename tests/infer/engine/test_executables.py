@@ -7,7 +7,7 @@ import pytest
 
 from dflash_jax import Engine, load_drafter
 from dflash_jax.infer.engine import executables, programs
-from dflash_jax.kernels import dispatch, verify
+from dflash_jax.kernels import dispatch, verdicts, verify
 from tests import tiny
 from tests.fakes.drafters import BigramDrafter
 
@@ -86,7 +86,7 @@ def test_what_a_program_follows_from_is_in_its_name(target, drafter, directory, 
     monkeypatch.setattr(executables, "_sources", lambda: "other sources")
     differs(first)
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(executables, "_processor", lambda: "x86_64 sse2")
+        elsewhere.setattr(verdicts, "_processor", lambda: "x86_64 sse2")
         differs(first)
     monkeypatch.setattr(first.batch.calls, "compiler_options", lambda draft, rows: {"xla_some_option": True})
     differs(first)
