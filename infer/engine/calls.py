@@ -1,7 +1,6 @@
 """The large programs of an engine: which there are, and what each is called with."""
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -123,7 +122,7 @@ class Calls:
 
     def is_on_disk(self, name: Name, state: State) -> bool:
         """Whether `compiling` needs to trace nothing."""
-        path = self._place(name, self.empty(name, state))
+        path = executables.place(self.empty(name, state), self._options(name))
         return path is not None and path.exists()
 
     def compiling(self, name: Name, state: State) -> Callable[[], object]:
@@ -132,22 +131,16 @@ class Calls:
         if self._kept.get(name):
             return lambda: None
         call = self.empty(name, state)
-        path = self._place(name, call)
-        if path is not None and path.exists():
+        options = self._options(name)
+        if (path := executables.place(call, options)) is None:
+            return call.program.lower(*call.arguments).compile
+        if path.exists():
             return lambda: self._kept.update({name: executables.load(path, call)})
-        lowered = call.program.lower(*call.arguments)
-        if path is None:
-            return lowered.compile
+        lowered = executables.lowered(path, call, options)
+        return lambda: self._kept.update({name: executables.compiled(path, lowered)})
 
-        def compile() -> None:
-            self._kept[name] = program = lowered.compile()
-            executables.keep(path, program)
-
-        return compile
-
-    def _place(self, name: Name, call: Call) -> Path | None:
-        options = None if isinstance(name, PrefillShape) else self.compiler_options(name.draft, name.rows)
-        return executables.place(call, options)
+    def _options(self, name: Name) -> Options | None:
+        return None if isinstance(name, PrefillShape) else self.compiler_options(name.draft, name.rows)
 
     def asked(self, name: Name, call: Call) -> tuple[Wrapped | Compiled, tuple]:
         """The program of this name and its arguments."""

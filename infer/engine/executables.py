@@ -14,6 +14,7 @@ import io
 import logging
 import os
 import pickle
+import threading
 import zlib
 from functools import cache
 from importlib import metadata
@@ -23,7 +24,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from jax.experimental import serialize_executable
-from jax.stages import Compiled, Wrapped
+from jax.stages import Compiled, Lowered, Wrapped
 
 import dflash_jax
 from dflash_jax import files, models
@@ -33,6 +34,7 @@ from dflash_jax.kernels import dispatch, verdicts, verify
 
 _log = logging.getLogger("dflash_jax")
 VERSIONS = "flax", "numpy"  # besides those of jax
+FOUND = "/jax/compilation_cache/cache_hits"  # event of jax
 OWN = "dflash_jax", "jax", "jaxlib", "flax", "numpy", "ml_dtypes", "builtins", "collections"
 
 
@@ -84,17 +86,51 @@ def load(path: Path, call: Call) -> Compiled | None:
         return None
 
 
-def keep(path: Path, program: Compiled) -> None:
-    """Keeps a program, if nothing that may be different next time went into it, and if it can be written."""
-    if verify.replaced():
-        return
-    try:
-        written, _, returns = serialize_executable.serialize(program)
-        data = zlib.compress(pickle.dumps((written, returns)), 1)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace(path, data)
-    except Exception as error:  # full, only to be read, or a platform whose programs cannot be written
-        _log.debug("a program is not kept", exc_info=error)
+def lowered(path: Path, call: Call, options: Options | None = None) -> Lowered:
+    """The program that belongs there, ready to be compiled by `compiled`. The name it is compiled under belongs to this
+    version of it alone: jax finds no other version in its own cache, which would be of no use (see `compiled`)."""
+    program, static = inspect.unwrap(call.program), call.arguments[-call.static :]
+
+    def named(*given):
+        return program(*given, *static)
+
+    named.__name__ = f"{program.__name__}_{path.name[:8]}"
+    return jax.jit(named, donate_argnums=2, compiler_options=dict(options) if options else None).lower(*call.given)
+
+
+def compiled(path: Path, lowered: Lowered) -> Compiled:
+    """Compiles a program, and keeps it, if nothing that may be different next time went into it.
+
+    A program that jax found in its own cache is not kept: written once more, those of a CPU lack functions.
+    """
+    found = _found_by_jax.count
+    program = lowered.compile()
+    if _found_by_jax.count == found and not verify.replaced():
+        try:
+            written, _, returns = serialize_executable.serialize(program)
+            data = zlib.compress(pickle.dumps((written, returns)), 1)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files.replace(path, data)
+        except Exception as error:  # full, only to be read, or a platform whose programs cannot be written
+            _log.debug("a program is not kept", exc_info=error)
+    return program
+
+
+class _Count(threading.local):
+    """Programs that jax found in its own cache, of a thread."""
+
+    count = 0
+
+
+_found_by_jax = _Count()
+
+
+def _listen(event: str, **about: str | int | float) -> None:
+    if event == FOUND:
+        _found_by_jax.count += 1
+
+
+jax.monitoring.register_event_listener(_listen)
 
 
 def _devices(call: Call) -> set[jax.Device]:

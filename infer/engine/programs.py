@@ -54,7 +54,7 @@ def decode_call(
 
 @cache
 def _decode_program(options: tuple[tuple[str, str | bool], ...]) -> Wrapped:
-    def program(
+    def decode(
         target,
         drafter,
         state,
@@ -82,7 +82,7 @@ def _decode_program(options: tuple[tuple[str, str | bool], ...]) -> Wrapped:
         return pin(narrow if rows is None else all_rows(state, narrow)), trace
 
     names = ("draft", "proposals", "capacity", "logprobs", "sampled")
-    return jax.jit(program, static_argnames=names, donate_argnames="state", compiler_options=dict(options) or None)
+    return jax.jit(decode, static_argnames=names, donate_argnames="state", compiler_options=dict(options) or None)
 
 
 @partial(jax.jit, donate_argnames="state")

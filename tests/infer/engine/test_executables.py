@@ -1,11 +1,16 @@
 """Compiled programs kept on disk: the same answers, and never another program's."""
 
 import dataclasses
+import os
+import shutil
+import subprocess
+import sys
 
 import jax
 import pytest
 
 from dflash_jax import Engine, load_drafter
+from dflash_jax.bundled import PROMPT
 from dflash_jax.infer.engine import executables, programs
 from dflash_jax.kernels import dispatch, verdicts, verify
 from tests import tiny
@@ -34,8 +39,8 @@ def answers(engine):
 
 
 def path(engine):
-    name = engine.batch.calls.names[0]
-    return engine.batch.calls._place(name, engine.batch.calls.empty(name, engine.batch.state))
+    calls, name = engine.batch.calls, engine.batch.calls.names[0]
+    return executables.place(calls.empty(name, engine.batch.state), calls._options(name))
 
 
 def test_the_next_process_traces_nothing_and_answers_alike(target, drafter, directory, monkeypatch):
@@ -116,6 +121,38 @@ def test_damaged_files_are_written_again(target, drafter, directory):
     jax.clear_caches()
     assert answers(engine(target, drafter)) == expected
     assert {file: file.stat().st_mtime_ns for file in directory.iterdir()} == files
+
+
+def test_what_jax_found_in_its_own_cache_is_not_written(target, drafter, directory, monkeypatch):
+    """A program that was read lacks functions when it is written again."""
+    compile = jax.stages.Lowered.compile
+
+    def found(lowered, *given, **options):
+        jax.monitoring.record_event(executables.FOUND)
+        return compile(lowered, *given, **options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", found)
+    assert answers(engine(target, drafter))
+    assert not directory.exists()
+
+
+@pytest.mark.slow
+def test_processes_one_after_the_other_answer_alike(tmp_path):
+    """Also one that finds its programs in jax's cache alone, and the next."""
+    kept = tmp_path / "dflash_jax" / "programs"
+    command = [sys.executable, "-m", "dflash_jax.serve", "--prompt", PROMPT, "--no-speculation"]
+    surroundings = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    surroundings.pop("JAX_ENABLE_COMPILATION_CACHE", None)
+
+    def answer():
+        return subprocess.run(command, env=surroundings, check=True, capture_output=True, text=True).stdout
+
+    first = answer()
+    assert len(list(kept.iterdir())) == 2  # a prompt's, and a step's
+    assert answer() == first
+    shutil.rmtree(kept)
+    assert answer() == first
+    assert answer() == first
 
 
 def test_a_directory_that_cannot_be_written_changes_nothing(target, drafter, directory, monkeypatch):
