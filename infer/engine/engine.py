@@ -144,7 +144,7 @@ class Engine:
         if self.busy:
             raise ValueError(f"warm_up runs every program on idle slots, but {self.busy} are busy; call it first")
         begin, batch = time.perf_counter(), self.batch
-        batch.warm_up(batch.calls.first if first else batch.calls.names, check_interrupt, progress)
+        batch.warm_up(batch.calls.first if first else batch.calls.names, check_interrupt, progress, brief=first)
         if self.drafts.auto or batch.to_measure:
             seconds = batch.step_seconds(check_interrupt, brief=first)
             if self.drafts.auto:

@@ -36,7 +36,7 @@ from dflash_jax.sharding import pin
 from dflash_jax.target import Target
 
 LANES = 16  # float32 numbers in the widest vector of a processor
-BRIEF = 0.2  # seconds of timing steps after which no further round begins, for a single answer
+BRIEF = 0.2  # seconds of timing steps after which no further round begins
 
 
 class Slots:
@@ -136,9 +136,11 @@ class Slots:
         names: Sequence[Name],
         check_interrupt: Callable[[], object] = lambda: None,
         progress: Progress = lambda done: None,
+        *,
+        brief: bool = False,
     ) -> None:
         """Compiles these programs and the small ones, and runs each once; from now on these are used. All rows must be
-        idle."""
+        idle. `brief` is as in `step_seconds`."""
         self.compile(names, check_interrupt, progress)
         self.begin(0)
         if not self._warm:
@@ -154,7 +156,7 @@ class Slots:
                 continue
             self._prefill(*self.calls.nothing(name))
             if not self._fixed and name not in self.calls.prefills.costs:
-                self.calls.prefills.costs[name] = self._prefill_cost(name)
+                self.calls.prefills.costs[name] = self._prefill_cost(name, 1 if brief else 2)
         self.release(0)
         jax.block_until_ready(self.state)
         self.used = list(names)
@@ -293,7 +295,7 @@ class Slots:
 
         Args:
             check_interrupt: as in `warm_up`.
-            brief: time long steps once only.
+            brief: time long steps once only, for a single answer.
         """
         kept = jax.tree.map(jnp.copy, self.state.calibration)  # the programs consume the state's own arrays
         try:
@@ -320,7 +322,7 @@ class Slots:
                 for slot in slots:
                     length = self._half
                     if self.pages is not None:  # as far as there are any
-                        self.pages.hold(slot, length + 4 * (self._drafts.proposed(draft) + 1) + 1)
+                        self.pages.hold(slot, length + 5 * (self._drafts.proposed(draft) + 1) + 1)
                     prompt = rng.integers(0, self.calls.target.config.vocab_size, min(short.tokens, length)).tolist()
                     self._place(slot, length - len(prompt))
                     part = self.calls.prefills.part(slot)
@@ -328,9 +330,12 @@ class Slots:
                     selected = self.calls.prefills.batch(short, taken)
                     selected.last[:] = selected.counts > 0
                     self._prefill(selected, (endless,) * len(selected.rows))
+                nothing = Beside([], {}) if reads else None
+                if i == 0:  # the first visit of a program takes longer
+                    self.decode(draft, 1, 0, slots, nothing)
                 self.wait()
                 begin = time.perf_counter()
-                steps, nothing = min(self.config.steps_per_visit, 4), Beside([], {}) if reads else None
+                steps = min(self.config.steps_per_visit, 4)
                 trace = jax.device_get(self.decode(draft, steps, 0, slots, nothing))
                 seconds = (time.perf_counter() - begin) / int(np.sum(trace.count.any(axis=1)))
                 times[Decode(draft, width, reads)].append(seconds)
@@ -366,12 +371,12 @@ class Slots:
     def _on_mesh(self) -> Any:
         return entered(self.calls.target.mesh)
 
-    def _prefill_cost(self, shape: PrefillShape) -> PrefillCost:
+    def _prefill_cost(self, shape: PrefillShape, rounds: int) -> PrefillCost:
         """The cost of a program in seconds, by its times for empty rows and for such as are half full."""
         arguments, seconds = self.calls.nothing(shape), []
         for full in (0, 1):
             times = []
-            for _ in range(2):
+            for _ in range(rounds):
                 for slot in arguments[0].rows.tolist():
                     self._place(slot, full * self._half)
                 self.wait()
