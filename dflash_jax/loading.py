@@ -5,7 +5,6 @@ Like `cli`, nothing here imports jax before there is work for it.
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -78,15 +77,12 @@ def load(
     if dtype == "auto" and config.storage.method == "gguf" and jax.default_backend() == "cpu":
         dtype = "float32"  # a CPU would widen packed weights at every step
     how = {"overrides": models.target_config, "quantize": models.quantize}
-    with ThreadPoolExecutor(1) as beside:
-        directory = str(checkpoint.resolve(source, "target"))
-        text = beside.submit(_text, directory, config, generation, max_length)  # imports, while weights are read
-        target = load_target(source, dtype=dtype, mesh=mesh, **how)
-        _say_what_is_quantised(models, target, drafter)
-        if drafter:
-            with reading(Path(draft_source or "")):
-                drafter.config.check_pair(target.config)
-        return Loaded(target, drafter, *text.result())
+    target = load_target(source, dtype=dtype, mesh=mesh, **how)
+    _say_what_is_quantised(models, target, drafter)
+    if drafter:
+        with reading(Path(draft_source or "")):
+            drafter.config.check_pair(target.config)
+    return Loaded(target, drafter, *_text(target.directory, target.config, generation, max_length))
 
 
 def _say_what_is_quantised(models: ModelOptions, target: "Target", drafter: "DraftModel | None") -> None:
