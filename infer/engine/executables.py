@@ -133,7 +133,7 @@ def _listen(event: str, **about: str | int | float) -> None:
 jax.monitoring.register_event_listener(_listen)
 
 
-def _devices(call: Call) -> set[jax.Device]:
+def _devices(call: Call) -> set[jax.Device]:  # pyright: ignore[reportInvalidTypeForm] (a compiled class)
     leaves = [x for x in jax.tree.leaves(call.given) if isinstance(x, jax.Array)]
     return {device for x in leaves for device in x.sharding.device_set} or {jax.local_devices()[0]}
 
