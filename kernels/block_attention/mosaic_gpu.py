@@ -3,12 +3,13 @@
 A thread block takes the queries that share one key-value head, in tiles of 64, and one of several stretches of the
 row's cache; the last stretch goes on with the block's own keys. One warpgroup copies chunks of slots to shared memory a
 few chunks ahead (TMA), multiplies them (WGMMA) and keeps an online softmax in registers. What the row cannot see is not
-read. The stretches and the sink are merged in XLA.
+read. The stretches and the sink are merged in XLA. Of so many rows that there is one stretch, the kernel itself divides
+and writes where the next product reads.
 """
 
 import math
 from functools import partial, reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ STAGE_BYTES = 64 << 10  # of shared memory for chunks in flight: two blocks shar
 BLOCKS = 264  # thread blocks that run at once, two on every SM of an H100 or H200: caches are split into no more
 LEAST = 2  # chunks a split must be worth
 WRITTEN_OUT = 16  # splits at most whose results are merged one by one
+WRITTEN = 128  # widest heads whose results the kernel writes in their final form
 MASKED = -1e30
 LOG2_E = math.log2(math.e)
 LOWEST = -(2.0**30)  # exponent of two, of what nothing was seen of
@@ -86,12 +88,33 @@ def join(q: Float[Array, "B T N H"], k: Float[Array, "B K F H"], v: Float[Array,
     tiles, block_chunks, width = _tiles(Q, F)
     queries, keys = (-(-count // TILE) * TILE for count in (Q, F))
     places = Places(queries, keys, K * queries, K * (queries + keys))
-    parts = (q.swapaxes(1, 2).reshape(B, K, Q, H), queries), (k, keys), (v, keys)
+    parts = (_by_head(q, v), queries), (k, keys), (v, keys)
     rows = [jnp.pad(x, ((0, 0), (0, 0), (0, count - x.shape[2]), (0, 0))).reshape(B, -1, H) for x, count in parts]
     ends = (K - 1) * queries + tiles * ROWS, places.first_value + (K - 1) * keys + block_chunks * width
     total = K * (queries + 2 * keys)
     zeros = jnp.zeros((B, max(*ends, total) - total, H), q.dtype)
     return Joined(jnp.concatenate([*rows, zeros], axis=1), places)
+
+
+def finishes(rows: int, positions: int, heads: int, key_heads: int, width: int) -> bool:
+    """Whether nothing of a block is left to XLA: it has so many rows that their caches are not split, and a tile has
+    whole positions. For values of a larger width Mosaic would search a layout for minutes."""
+    group = heads // key_heads
+    tiles = -(-(group * positions) // ROWS)
+    return 2 * rows * key_heads * tiles > BLOCKS and ROWS % group == 0 and width <= WRITTEN
+
+
+def rows_that_finish(positions: int, heads: int, key_heads: int) -> int:
+    """The fewest rows of which `finishes` may hold."""
+    tiles = -(-(heads // key_heads * positions) // ROWS)
+    return BLOCKS // 2 // (key_heads * tiles) + 1
+
+
+def _by_head(q: Float[Array, "B T N H"], v: Float[Array, "B K F Hv"]) -> Float[Array, "B K Q H"]:
+    """The queries that share a key-value head: head by head, or position by position, as they are written then."""
+    (B, T, N, H), K = q.shape, v.shape[1]
+    order = (0, 2, 1, 3, 4) if finishes(B, T, N, K, v.shape[3]) else (0, 2, 3, 1, 4)
+    return q.reshape(B, T, K, -1, H).transpose(order).reshape(B, K, -1, H)
 
 
 def _tiles(queries: int, keys: int) -> tuple[int, int, int]:
@@ -129,15 +152,15 @@ def attend(
         pages = (jnp.arange(B) if rows is None else rows)[:, None]
     S, G, Q = page * pages.shape[1], N // K, N // K * T
     bounds = jnp.zeros((B, T), jnp.int32) if low is None else low
-    bounds, mask = jnp.tile(bounds, (1, G)), jnp.tile(mask, (1, G, 1))
+    finished = finishes(B, T, N, K, Hv)
+    bounds, mask = (jnp.repeat(x, G, axis=1) if finished else jnp.tile(x, (1, G, 1)[: x.ndim]) for x in (bounds, mask))
     tiles, block_chunks, width = _tiles(Q, F)
     more, wider = tiles * ROWS - Q, block_chunks * width - F
     low = jnp.pad(bounds, ((0, 0), (0, more)))
     if joined is not None:
         block, places = [joined.rows] * 3, joined.places
     else:
-        grouped = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, Q, H)
-        sides = (grouped, more), (k, wider), (v, wider)
+        sides = (_by_head(q, v), more), (k, wider), (v, wider)
         block = [jnp.pad(x, ((0, 0), (0, 0), (0, rows), (0, 0))).reshape(B, -1, x.shape[-1]) for x, rows in sides]
         places = Places(tiles * ROWS, block_chunks * width, 0, 0)
     mask = jnp.pad(mask, ((0, 0), (0, more), (0, block_chunks * CHUNK - F))).astype(jnp.int32)
@@ -148,6 +171,7 @@ def attend(
     scalars = jnp.concatenate([jnp.stack([lengths, first, chunks], axis=1), pages], axis=1).astype(jnp.int32)
 
     result = jax.ShapeDtypeStruct((B, K, splits, tiles * ROWS), jnp.float32)
+    results: Any = (jax.ShapeDtypeStruct((*result.shape, Hv), jnp.float32), result, result)
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     scratch = {
         "q_smem": plgpu.SMEM((ROWS, H), q.dtype, transforms=swizzled),
@@ -157,6 +181,14 @@ def attend(
         "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=depth),
         "q_arrived": plgpu.Barrier(num_arrivals=2),
     }
+    if finished:
+        results = (jax.ShapeDtypeStruct((B, T, N, Hv), q.dtype),)
+        scratch["out_smem"] = plgpu.SMEM((ROWS, Hv), q.dtype)
+        if sinks is not None:
+            of_head = jnp.tile(sinks.astype(jnp.float32).reshape(K, G), (1, T))
+            block.append(jnp.pad(of_head, ((0, 0), (0, more))))
+            scratch["sinks_smem"] = plgpu.SMEM((ROWS,), jnp.float32)
+            scratch["q_arrived"] = plgpu.Barrier(num_arrivals=3)
     options = {
         "slots": S,
         "page": page,
@@ -168,21 +200,19 @@ def attend(
     }
     found = plgpu.kernel(
         partial(_kernel, plgpu, **options, scale=scale, softcap=softcap),
-        out_type=(jax.ShapeDtypeStruct((*result.shape, Hv), jnp.float32), result, result),
+        out_type=results,
         scratch_types=scratch,
         grid=(B, K, tiles, splits),
         grid_names=("b", "k", "tile", "split"),
         num_threads=1,
         thread_name="warpgroup",
-    )(scalars, low, mask, *block, cache_k, cache_v)
-    out, total = merged(*(x[:, :, :, :Q] for x in found), sinks=None if sinks is None else _repeated(sinks, K, T))
+    )(scalars, low, mask, cache_k, cache_v, *block)
+    if finished:
+        return found[0]
+    of_head = None if sinks is None else jnp.repeat(sinks.astype(jnp.float32).reshape(K, G), T, axis=1)[None]
+    out, total = merged(*(x[:, :, :, :Q] for x in found), sinks=of_head)
     out = (out / total[..., None]).astype(q.dtype)
     return out.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)
-
-
-def _repeated(sinks: Float[Array, " N"], K: int, T: int) -> Float[Array, "1 K Q"]:
-    """The sink of each query of a tile."""
-    return jnp.repeat(sinks.astype(jnp.float32).reshape(K, -1), T, axis=1)[None]
 
 
 def merged(
@@ -228,11 +258,12 @@ def _power_of_two(exponent: Float[Array, "*S"]) -> Float[Array, "*S"]:
 
 
 def _kernel(
-    plgpu, scalars, low, mask, q, k, v, cache_k, cache_v, out, out_exponent, out_total,
-    *, q_smem, k_smem, v_smem, low_smem, arrived, q_arrived,
+    plgpu, scalars, low, mask, cache_k, cache_v, q, k, v, *more,
+    q_smem, k_smem, v_smem, low_smem, arrived, q_arrived, out_smem=None, sinks_smem=None,
     slots, page, width, block_chunks, depth, splits, places, scale, softcap,
 ):  # fmt: skip
-    """One stretch of one row's cache, for a tile of queries of one key-value head: see the module."""
+    """One stretch of a row's cache, for a tile of queries of one key-value head: see the module. With `out_smem` it is
+    the only one."""
     b, head, tile, split = (jax.lax.axis_index(name) for name in ("b", "k", "tile", "split"))
     length, first, chunks = (scalars[b, i] for i in range(3))
     rows, (C, Hv) = pl.ds(tile * ROWS, ROWS), v_smem.shape[1:]
@@ -265,6 +296,9 @@ def _kernel(
 
     plgpu.copy_gmem_to_smem(q.at[b, pl.ds(head * places.queries + tile * ROWS, ROWS)], q_smem, q_arrived)
     plgpu.copy_gmem_to_smem(low.at[b, rows], low_smem, q_arrived)
+    if sinks_smem is not None:
+        sinks, *more = more
+        plgpu.copy_gmem_to_smem(sinks.at[head, rows], sinks_smem, q_arrived)
     for i in range(depth - 1):
         fetch(jnp.int32(i))
     per_row = plgpu.Layout.WGMMA.reduce(1)
@@ -273,7 +307,7 @@ def _kernel(
     last = length - 1
     newest = jax.lax.rem(jnp.maximum(last, 0), jnp.int32(slots))
 
-    def position(shape, axis, i):
+    def held_by(shape, axis, i):
         """What the slots of chunk i hold; negative where nothing was written (see the reference)."""
         slot = (begin + i) * C + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
         return last - newest + slot - jnp.where(slot > newest, slots, 0)
@@ -287,10 +321,10 @@ def _kernel(
     def of_cache(i, stage):
         @pl.when(((begin + i + 1) * C > length) & (length <= slots))
         def _():
-            clear(stage, position((C, Hv), 0, i) < 0)
+            clear(stage, held_by((C, Hv), 0, i) < 0)
 
         def seen():
-            held = position((ROWS, C), 1, i)
+            held = held_by((ROWS, C), 1, i)
             return (held >= 0) & (held >= jax.lax.broadcast_in_dim(lowest, (ROWS, C), [0]))
 
         return seen
@@ -320,13 +354,29 @@ def _kernel(
         fetch(i + depth - 1)  # into the stage of chunk i - 1, whose products are complete
         return acc, higher, total
 
+    sink = jnp.full((ROWS,), MASKED, jnp.float32) if sinks_smem is None else sinks_smem[...]
     carry = (
         plgpu.layout_cast(jnp.zeros((ROWS, Hv), jnp.float32), plgpu.Layout.WGMMA),
-        plgpu.layout_cast(jnp.full((ROWS,), MASKED, jnp.float32), per_row),
-        plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), per_row),
+        plgpu.layout_cast(sink, per_row),
+        plgpu.layout_cast(jnp.full((ROWS,), 0.0 if sinks_smem is None else 1.0, jnp.float32), per_row),
     )
     carry = jax.lax.fori_loop(0, count, partial(visit, of_cache), carry)
     acc, top, total = jax.lax.fori_loop(count, end, partial(visit, of_block), carry)
+    if out_smem is not None:
+        (out,) = more
+        out_smem[...] = (acc / jax.lax.broadcast_in_dim(total, (ROWS, Hv), [0])).astype(out_smem.dtype)
+        plgpu.commit_smem()
+        group = out.shape[2] // cache_k.shape[1]
+        whole = ROWS // group  # positions of a tile
+
+        @pl.loop(0, jnp.minimum(out.shape[1] - tile * whole, whole))
+        def _(i):
+            heads = out.at[b, tile * whole + i, pl.ds(head * group, group)]
+            plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(i * group, group)], heads)
+
+        plgpu.wait_smem_to_gmem(0)
+        return
+    out, out_exponent, out_total = more
     factor, exponent = scaled(top)
     out[b, head, split, rows] = acc * jax.lax.broadcast_in_dim(factor, (ROWS, Hv), [0])
     out_exponent[b, head, split, rows] = exponent

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 
+from ..dispatch import platform
 from ..pages import in_pages
 from ..verify import TOLERANCE
-from .mosaic_gpu import TILE, join
+from .mosaic_gpu import TILE, finishes, join, rows_that_finish
 
 BYTES = 8 << 20  # keys and values of one row, at most; several chunks of any implementation
 LEAST = 512  # slots, however large
@@ -70,20 +71,25 @@ class Trial(NamedTuple):
         (B, T, N, H), (K, F, Hv), slots = q.shape, v.shape[1:], cache_k.shape[2]
         if pages is not None:
             options["page"], slots = slots, slots * pages
+        rows, gpu = min(B, 2), platform() == "gpu"
         if slots:
             fits = max(LEAST, BYTES // (K * (H + Hv) * q.dtype.itemsize)) // 128 * 128
+            many = gpu and finishes(B, T, N, K, Hv)
+            step = options.get("page") or 128
             if slots >= LEAST:
-                step = options.get("page") or 128
-                slots = -(-fits // step) * step + slots % step
+                slots = -(-(128 if many else fits) // step) * step + slots % step
             widths = WIDTHS if options["visible"] in ("causal", "full") else TREE_WIDTHS
             wider = next((width for width in widths if width >= T), T)
             if options.get("joined") and T % TILE and wider > 1:
                 wider -= 1  # it is filled up, too
-            B, T, F = 2, wider, F + wider - T
+            rows = rows_that_finish(wider, N, K) if many else 2
+            if gpu and not many and finishes(2, wider, N, K, Hv):  # which would be another program
+                rows, wider = 1, T
+            T, F = wider, F + wider - T
         elif T == F > 2 * LONG:  # a block alone: of its length, the remainder shows in the program
             T = F = LONG + T % LONG
         heads = K if slots else min(K, 2)
-        return cls(min(B, 2), T, F, N // K * heads, heads, H, Hv, slots, str(q.dtype), **options)
+        return cls(rows, T, F, N // K * heads, heads, H, Hv, slots, str(q.dtype), **options)
 
     @property
     def tolerance(self) -> float:
@@ -112,7 +118,7 @@ class Trial(NamedTuple):
         """The call, after a cache that holds NaN where nothing was written. Windowed rows have gone round it once."""
         keys = jax.random.split(jax.random.fold_in(key, 3), 4)
         B, S, T, F = self.rows, self.slots, self.T, self.F
-        lengths = jnp.asarray([2 * S // 3, S if self.window is None else S + S // 2], jnp.int32)[:B]
+        lengths = jnp.resize(jnp.asarray([2 * S // 3, S if self.window is None else S + S // 2], jnp.int32), B)
         written = (jnp.arange(S)[None] < lengths[::-1, None])[:, None, :, None]
 
         def cached(key: PRNGKeyArray, width: int) -> Array:

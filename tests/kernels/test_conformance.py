@@ -161,6 +161,23 @@ def test_bfloat16(implementation):
     check(implementation, small(SHAPES["qwen3-8b verify"]), [200, 129], dtype=jnp.bfloat16)
 
 
+@pytest.mark.skipif("gpu" not in INTERPRETED, reason="this jax cannot interpret kernels of Hopper")
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("T", "group"), [(1, 4), (16, 4), (10, 8), (20, 4), (33, 2), (5, 1), (7, 3)])
+def test_caches_that_are_not_split_are_finished_by_the_kernel(T, group, sinks, monkeypatch):
+    """Where positions of a tile are whole. Tiles are full, in part or not at all the block's."""
+    kernel, wrote = mosaic_gpu._kernel, set()
+
+    def watched(*refs, **given):
+        wrote.add("out_smem" in given)
+        return kernel(*refs, **given)
+
+    monkeypatch.setattr(mosaic_gpu, "_kernel", watched)
+    monkeypatch.setattr(mosaic_gpu, "BLOCKS", 1)
+    check("gpu", Shape(T, 2 * group, 2, 64, sinks=sinks), [0, 201, 320], seed=T)
+    assert wrote == {group != 3}
+
+
 @pytest.mark.parametrize("implementation", INTERPRETED)
 def test_scores_are_scaled_in_float32(implementation):
     """Scaled in bfloat16, queries this loud would give scores that are wrong by tenths."""
@@ -394,13 +411,15 @@ def specifications(rows, T, N, K, H):
     return spec(rows, T, N, H), spec(rows, T, dtype=jnp.int32), block, block, KV(keys, keys), ints
 
 
+@pytest.mark.parametrize("rows", [2, 133])
 @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.H <= 256])
-def test_lowers_for_cuda(name, monkeypatch):
-    """As far as this goes without a GPU: layouts are inferred and the kernel is handed to the CUDA plugin."""
+def test_lowers_for_cuda(name, rows, monkeypatch):
+    """As far as this goes without a GPU: layouts are inferred and the kernel is handed to the CUDA plugin. Caches of
+    many rows are not split."""
     monkeypatch.undo()
     how = {"softcap": SHAPES[name].softcap, "window": SHAPES[name].window, "implementation": "gpu"}
     call = lambda *arguments: attend(*arguments, visible="causal", **how)
-    lowered = jax.jit(call).trace(*specifications(2, *SHAPES[name][:4])).lower(lowering_platforms=("cuda",))
+    lowered = jax.jit(call).trace(*specifications(rows, *SHAPES[name][:4])).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
 

@@ -24,6 +24,8 @@ from dflash_jax.mesh import make_mesh, parse_mesh
 from tests import tiny
 from tests.chips import SERVED, compile_attention, topology
 
+OLD = jax.__version_info__ < (0, 11)  # whose XLA joins other operations
+
 
 @pytest.mark.parametrize(("name", "page"), [*((name, None) for name in SERVED), ("qwen3-8b verify", 128)])
 def test_hopper(name, page, monkeypatch, capfd):
@@ -79,7 +81,7 @@ def test_no_tree_sorts_the_vocabulary(nodes):
         ("qwen3-8b", 3, 0, 60),
         ("gpt-oss-20b", 3, None, 143),
         pytest.param("qwen3-8b", 36, None, 520, marks=pytest.mark.slow),
-        pytest.param("qwen3-8b", 36, 0, 450 if jax.__version_info__ < (0, 11) else 460, marks=pytest.mark.slow),
+        pytest.param("qwen3-8b", 36, 0, 450 if OLD else 460, marks=pytest.mark.slow),
     ],
 )
 def test_what_a_step_starts(name, layers, size, most, tmp_path):
@@ -97,10 +99,11 @@ def test_what_a_step_starts(name, layers, size, most, tmp_path):
     assert (found["graphs"], found["host_decisions"]) == (1, 0)
 
 
-@pytest.mark.parametrize(("rows", "most"), [(4, 11), (8, 11), (32, 12)])
+@pytest.mark.parametrize(("rows", "most"), [(4, 11), (8, 11), (32, 12 if OLD else 11)])
 @pytest.mark.slow
 def test_what_a_layer_starts(rows, most, tmp_path):
-    """In a speculative step of several rows; `test_what_a_step_starts` has one row."""
+    """In a speculative step of several rows; `test_what_a_step_starts` has one row. XLA of jax 0.10 adds a block's
+    residuals in a launch of its own where there are many positions."""
     target, drafter = PAIRS["qwen3-8b"]
     taps = {"dflash_config": drafter["dflash_config"] | {"target_layer_ids": [0, 1]}}
     found = []

@@ -10,9 +10,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dflash_jax.kernels import verify
 from dflash_jax.kernels.block_attention import attend
+from dflash_jax.kernels.block_attention.mosaic_gpu import finishes
 from dflash_jax.kernels.block_attention.trial import Trial
 from dflash_jax.kernels.cache_update import append
 from dflash_jax.kernels.cache_update.trial import Trial as Update
+from dflash_jax.kernels.dispatch import using
 
 SMALL = {"rows": 2, "T": 3, "F": 3, "N": 4, "K": 2, "H": 64, "Hv": 64, "slots": 256, "dtype": "float32"}
 PLAIN = {"visible": "causal", "window": None, "softcap": None, "scale": 0.1, "sinks": False, "starts": False}
@@ -75,6 +77,11 @@ def test_trials_are_small():
     kinds = {"causal": (1, 4, 8, 16), "full": (4, 8, 16), "one for each row": (16, 32, 64)}
     found = {of(Trial.of, *block(T), **PLAIN | {"visible": kind}) for kind, widths in kinds.items() for T in widths}
     assert len(found) == 4
+    with using(None, "gpu"):  # the kernel divides and writes itself where caches are not split
+        few, many = (of(Trial.of, (rows, *q[1:]), (rows, *kv[1:]), (64, 8, 4096, 128), **PLAIN) for rows in (8, 32))
+        long = of(Trial.of, (1, 200, 32, 128), (1, 8, 200, 128), (64, 8, 4096, 128), **PLAIN)
+    assert [(x.rows, x.T, x.slots) for x in (few, many, long)] == [(2, 16, 2048), (17, 16, 128), (1, 200, 2048)]
+    assert [finishes(*x[:2], *x[3:5], x.Hv) for x in (few, many, long)] == [False, True, False]
     assert of(Trial.of, *alone, **PLAIN)[:8] == (2, 512, 512, 8, 2, 128, 128, 0)
     cache = (64, 8, 40_960, 128)
     update = lambda cache, block, **given: Update.of([cache], [block], **given)
