@@ -27,18 +27,20 @@ from tests.chips import SERVED, compile_attention, topology
 OLD = jax.__version_info__ < (0, 11)  # whose XLA joins other operations
 
 
-@pytest.mark.parametrize(("name", "page"), [*((name, None) for name in SERVED), ("qwen3-8b verify", 128)])
-def test_hopper(name, page, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("name", "page", "rows"), [*((name, None, 4) for name in SERVED), *(("qwen3-8b verify", 128, n) for n in (4, 32))]
+)
+def test_hopper(name, page, rows, monkeypatch, capfd):
     """It compiles, its registers hold what they have to, and no cache is copied."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     slots = 4096 + 512 * list(SERVED).index(name)  # its own: what was compiled before is not compiled again
-    program = compile_attention("h100", "gpu", name, slots=slots, page=page)
+    program = compile_attention("h100", "gpu", name, rows=rows, slots=slots, page=page)
     told = capfd.readouterr()
     assert set(re.findall(r"(\d+) bytes spill", told.out + told.err)) == {"0"}
     assert "mosaic_gpu" in program.as_text()
     shape = SERVED[name]
     assert " copy(" not in program.as_text()
-    keys = 4 * shape.K * slots * shape.H * 2
+    keys = rows * shape.K * slots * shape.H * 2
     assert program.memory_analysis().temp_size_in_bytes < (keys if shape.T < 64 else 2 * keys)
 
 
