@@ -191,6 +191,7 @@ class PlanOptions:
         cache_dtype: int8 keeps the target's KV cache in 8 bits (see serve)
         draft_window: window of the drafter's attention in tokens, besides the first 128 (see serve)
         verify_budget: draft positions to verify in a step, per sequence on average (see serve); 0 is all
+        prefill_budget: tokens of prompts that a step also reads (see serve)
         parts: also compile draft, verify (also of one token), accept and cache update by themselves, for their memory
             traffic
         tau: accepted tokens per step, the bonus token included
@@ -217,6 +218,7 @@ class PlanOptions:
     cache_dtype: Literal["auto", "int8"] = "auto"
     draft_window: Annotated[int | None, optional(int, "N", "all")] = None
     verify_budget: int = 0
+    prefill_budget: int = 0
     parts: bool = False
     tau: float = 6.49
     training: bool = False

@@ -29,6 +29,8 @@ def table(figures: Figures) -> str:
     if "constraint_bytes" in figures:
         tables = size(figures["constraint_bytes"])
         lines.append(f"  {'constraint tables':20} {tables} more, for requests with constraints")
+    if "prefill_budget" in figures:
+        lines.append(f"  {'prompts a step':20} {figures['prefill_budget']} tokens, read beside the rows that decode")
     counted = figures.get("parts", figures)
     if "flops" in counted and "model_flops" not in figures:
         accessed = size(counted["bytes_accessed"])

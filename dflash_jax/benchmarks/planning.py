@@ -23,12 +23,14 @@ from dflash_jax.benchmarks import step_times, topologies
 from dflash_jax.benchmarks.arguments import Figures, PlanOptions
 from dflash_jax.benchmarks.compiled import launches, measured, memory_bytes, text_of
 from dflash_jax.benchmarks.costs import cost
+from dflash_jax.benchmarks.planned_prompts import prefill_budget, prompt_shapes
 from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.benchmarks.random_weights import Pair, placed, random_pair
 from dflash_jax.cache import Pages, Windowed, size_in_bytes
 from dflash_jax.checkpoint import read_json, resolve
 from dflash_jax.chips import CHIPS, Chip
 from dflash_jax.config import Raw, TargetConfig
+from dflash_jax.decoding.prompts import Prompts
 from dflash_jax.decoding.state import State, init_state
 from dflash_jax.decoding.step import Committed, speculative_step, step_functions
 from dflash_jax.drafters import drafter_config
@@ -82,6 +84,8 @@ def plan(options: PlanOptions) -> Figures:
     if options.draft_window is not None:
         slots = Windowed(slots, options.draft_window)
     shape = options.batch_size, slots, options.block_size, options.tree, options.verify_budget
+    if options.prefill_budget:
+        figures["prefill_budget"] = prefill_budget(options, parts)
     if options.training and options.cache_tokens is not None:
         raise ValueError("--cache-tokens is for decoding; leave it or --training out")
     if options.training and options.parts:
@@ -90,8 +94,9 @@ def plan(options: PlanOptions) -> Figures:
         raise ValueError("training keeps the drafter in float32; leave drafter=... out of --quantize")
     for flag in [flag for flag in ("training", "parts") if getattr(options, flag) and not compiling]:
         raise ValueError(f"--{flag} needs the CUDA compiler; install .[cuda-compiler], or choose a TPU topology")
+    read = {"prompts": options.prefill_budget}
     if not compiling:
-        figures |= traced(raws, sizes, *shape)
+        figures |= traced(raws, sizes, *shape, **read)
     else:
         print(f"compiling the step for {topology}: this takes a minute or more", file=sys.stderr, flush=True)
         mesh = make_mesh(sizes, devices)
@@ -102,14 +107,14 @@ def plan(options: PlanOptions) -> Figures:
                 figures |= training_plan.plan(raws, mesh, chip, options)
             else:
                 with tempfile.TemporaryDirectory() as dump:
-                    compiled = compile_step(raws, mesh, *shape, dtype=topologies.dtype_for(name), dump=dump)
+                    compiled = compile_step(raws, mesh, *shape, **read, dtype=topologies.dtype_for(name), dump=dump)
                     figures |= launches(Path(dump)) or {}
                 figures |= measured(compiled)
             if options.parts:
                 parts = part_bytes(raws, mesh, *shape, dtype=topologies.dtype_for(name))
                 figures["part_bytes"] = {"step": figures["memory_bytes"]} | parts
         if not options.training:
-            figures |= {"parts": traced(raws, sizes, *shape)}
+            figures |= {"parts": traced(raws, sizes, *shape, **read)}
     if not options.training and options.cache_tokens is None:
         dtype, weights = topologies.dtype_for(name), figures.get("parts", figures)["weight_bytes"]
         figures["requests_by_length"] = requests_by_length(raws, sizes, chip, weights, options.draft_window, dtype)
@@ -175,6 +180,7 @@ def compile_step(
     nodes: int = 0,
     budget: int = 0,
     *,
+    prompts: int = 0,
     dtype: str = "bfloat16",
     dump: str | None = None,
 ) -> Compiled:
@@ -182,16 +188,18 @@ def compile_step(
 
     Args:
         block_size: 0 is a plain step, without the drafter; None is the drafter's own.
+        prompts: tokens of prompts that it also reads.
         dump: a folder for what XLA writes of a program for GPUs, for `launches`.
     """
 
-    def step(target: Target, drafter: Drafter, state: State) -> tuple[State, Committed]:
+    def step(target: Target, drafter: Drafter, state: State, read: Prompts | None = None) -> tuple[State, Committed]:
         size = drafter.config.block_size if block_size is None else block_size
-        parts = step_functions(target, drafter if size else None, size, nodes=nodes, budget=budget)
+        after = None if read is None else read.after(state)
+        parts = step_functions(target, drafter if size else None, size, nodes=nodes, budget=budget, prompts=after)
         state, committed = speculative_step(parts, state)
         return sharding.pin(state), committed
 
-    return _compiled(step, raws, mesh, batch, max_length, dtype, dump)
+    return _compiled(step, raws, mesh, batch, max_length, dtype, dump, prompt_shapes(prompts, batch, rows_of(mesh)))
 
 
 def part_bytes(
@@ -230,10 +238,18 @@ def part_bytes(
 
 
 def _compiled(
-    step: Callable, raws: Pair, mesh: Mesh, batch: int, max_length: Room, dtype: str, dump: str | None = None
+    step: Callable,
+    raws: Pair,
+    mesh: Mesh,
+    batch: int,
+    max_length: Room,
+    dtype: str,
+    dump: str | None = None,
+    read: Prompts | None = None,
 ) -> Compiled:
+    given = () if read is None else (read,)
     with jax.set_mesh(mesh):
-        lowered = jax.jit(step, donate_argnums=2).lower(*placed_shapes(raws, mesh, batch, max_length, dtype))
+        lowered = jax.jit(step, donate_argnums=2).lower(*placed_shapes(raws, mesh, batch, max_length, dtype), *given)
         options = dict(BLOCK_OPTIONS.get(platform(), {}))
         if platform() == "gpu":
             options |= (GRAPH_OPTIONS if mesh.size == 1 else {}) | ({"xla_dump_to": dump} if dump else {})
@@ -261,12 +277,15 @@ def traced(
     block_size: int | None,
     nodes: int = 0,
     budget: int = 0,
+    *,
+    prompts: int = 0,
 ) -> Figures:
     """Per device and step, at 16 bits a number: bytes of weights, of caches, what products read of them; operations.
 
     `draft_bytes` is what drafting reads, over all devices.
     `draft_upkeep` is what a step without speculation reads more because it keeps the drafter's state up to date, as a
-    share of what it reads without a drafter. `node_flops` is what one more node of a tree costs.
+    share of what it reads without a drafter. `node_flops` is what one more node of a tree costs. `prompts` is how many
+    tokens of prompts the step also reads.
     """
     mesh = _abstract(sizes)
     target, drafter, state = shapes(raws, mesh, batch, length)
@@ -282,8 +301,10 @@ def traced(
 
     block_size = block_size or pair[1].config.block_size
     step = partial(step_times.fused, block_size=block_size, budget=budget)
-    whole = cost(partial(step, nodes=nodes), *pair)
-    wider = cost(partial(step, nodes=2 * nodes), *pair) if nodes else whole
+    read = prompt_shapes(prompts, batch, 1)
+    reading = lambda *pair, nodes: step(*pair[:3], nodes=nodes, prompts=pair[3] and pair[3].after(pair[2]))
+    whole = cost(partial(reading, nodes=nodes), *pair, read)
+    wider = cost(partial(reading, nodes=2 * nodes), *pair, read) if nodes else whole
     kept = cost(partial(step, block_size=0), *pair)
     plain = lambda target, state: step(target, None, state, block_size=0)
     alone = cost(plain, pair[0], pair[2].replace(draft=None))

@@ -123,12 +123,40 @@ def test_a_gpu_by_arithmetic(tmp_path, capsys, monkeypatch):
         ),
         (["--target", "qwen3-8b", "--topology", "h100:2", "--training"], "choose a TPU topology"),
         (["--target", "qwen3-8b", "--topology", "h100:1", "--parts"], "--parts needs the CUDA compiler"),
+        (
+            ["--target", "qwen3-8b", "--topology", "h100", "--batch-size", "1", "--prefill-budget", "64"],
+            "--prefill-budget needs rows that decode beside prompts: --batch-size of 2 or more",
+        ),
+        (
+            ["--target", "qwen3-8b", "--topology", "h100", "--parts", "--prefill-budget", "64"],
+            "--prefill-budget is for a whole decoding step; leave it, --training and --parts out",
+        ),
+        (
+            ["--target", "qwen3-8b", "--topology", "h100", "--prefill-budget", "-1"],
+            "--prefill-budget must be at least 1",
+        ),
     ],
 )
 def test_what_cannot_be_planned(arguments, message, capsys, monkeypatch):
     monkeypatch.setattr(topologies, "has_compiler", lambda name: False)
     assert plan.main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_prompts_beside_rows_that_decode_are_counted(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(topologies, "has_compiler", lambda topology: False)
+    found = {}
+    for budget in (0, 64, 256):
+        file = tmp_path / f"{budget}.json"
+        arguments = f"--target qwen3-8b --topology h100 --batch-size 32 --max-length 1024 --prefill-budget {budget}"
+        assert plan.main([*arguments.split(), "--json", str(file)]) == 0
+        found[budget] = json.loads(file.read_text())
+    assert "256 tokens, read beside the rows that decode" in capsys.readouterr().out
+    more = [found[budget]["flops"] - found[0]["flops"] for budget in (64, 256)]
+    products = 2 * 6.9e9  # operations a token of the layers' weights; the head reads the last of each prompt alone
+    assert 64 * products < more[0] < 1.5 * 64 * products
+    assert 3.5 < more[1] / more[0] < 5
+    assert found[256]["least_step_seconds"] > found[0]["least_step_seconds"]
 
 
 def test_pages_are_counted(capsys, monkeypatch, tmp_path):
