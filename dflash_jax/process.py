@@ -9,8 +9,8 @@ _answers_only = False
 
 
 def answer_only() -> None:
-    """Says that this process is a command's own, and only answers. Then there is less to start: a seventh of the time
-    was a search for garbage among objects that stay, a quarter the import of torch (see `torch_hidden`)."""
+    """Says that this process is a command's own, and only answers. It then searches less for garbage among objects that
+    stay, and does not import torch (see `torch_hidden`): together a third of a start."""
     global _answers_only
     _answers_only = True
     gc.set_threshold(50_000, 20, 20)
@@ -18,8 +18,8 @@ def answer_only() -> None:
 
 @contextlib.contextmanager
 def torch_hidden() -> Iterator[None]:
-    """Within, torch looks as if it were not installed, in a process that only answers: transformers imports it for
-    every tokenizer and needs it for none."""
+    """Within, torch looks as if it were not installed, in a process that only answers. transformers remembers that; it
+    imports torch for every tokenizer, and needs it for none."""
     hide = _answers_only and "torch" not in sys.modules
     modules = vars(sys)["modules"]
     if hide:
@@ -28,4 +28,4 @@ def torch_hidden() -> Iterator[None]:
         yield
     finally:
         if hide:
-            del modules["torch"]
+            modules.pop("torch", None)

@@ -44,11 +44,12 @@ def load_tokenizer(directory: Path) -> Any:
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         return None
     check_tokenizer_files(directory)
+    with torch_hidden():
+        from transformers.utils import logging
+
+    logging.set_verbosity_error()
     try:
         with torch_hidden():
-            from transformers.utils import logging
-
-            logging.set_verbosity_error()
             tokenizer: Any = _tokenizer_class(directory).from_pretrained(str(directory))
         tokenizer.decode(tokenizer.encode("a"))  # some values are only looked at when they are needed
     except Exception as error:  # tokenizer files are read by several libraries, which raise what they like

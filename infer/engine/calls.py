@@ -1,6 +1,7 @@
 """The large programs of an engine: which there are, and what each is called with."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ from dflash_jax.decoding.state import DraftModel, RowSettings, State
 from dflash_jax.infer.engine import executables
 from dflash_jax.infer.engine.chooser import Draft
 from dflash_jax.infer.engine.compiler_options import Options, fastest_options
+from dflash_jax.infer.engine.compiling import Work
 from dflash_jax.infer.engine.constraints import Constraints
 from dflash_jax.infer.engine.drafts import Drafts
 from dflash_jax.infer.engine.engine_config import EngineConfig
@@ -85,7 +87,7 @@ class Calls:
         self._widths = (rows,) if fixed else narrower(rows, self.parts)
         tokens = config.beside(jax.default_backend())
         self.beside = None if tokens is None else BesideShape.of(tokens, rows, self.parts, config.prefill_chunk)
-        self._kept: dict[Name, Compiled | None] = {}  # those that are on disk; None where it could not be read
+        self._executables: dict[Name, Compiled] = {}  # those that are kept on disk
 
     @property
     def drafter(self) -> DraftModel | None:
@@ -121,31 +123,48 @@ class Calls:
         return self.decode(state, name.draft, 0, 0, self.idle(name.rows), Beside([], {}) if name.reads else None)
 
     def is_on_disk(self, name: Name, state: State) -> bool:
-        """Whether `compiling` needs to trace nothing."""
-        path = executables.place(self.empty(name, state), self._options(name))
+        """Whether `work` needs to trace nothing."""
+        path = executables.path_of(self.empty(name, state), self._options(name))
         return path is not None and path.exists()
 
-    def compiling(self, name: Name, state: State) -> Callable[[], object]:
-        """The rest of the work after which this program can be called, for any thread: to compile it, or to read it
-        from disk."""
-        if self._kept.get(name):
+    def work(self, name: Name, current: Callable[[], State]) -> Work:
+        """The work after which this program can be called: to read it from disk, or to compile it.
+
+        Args:
+            current: gives the state as it is.
+        """
+        if name in self._executables:
             return lambda: None
-        call = self.empty(name, state)
-        options = self._options(name)
-        if (path := executables.place(call, options)) is None:
-            return call.program.lower(*call.arguments).compile
+        call, options = self.empty(name, current()), self._options(name)
+        if (path := executables.path_of(call, options)) is None:
+            lowered = call.program.lower(*call.arguments)
+
+            def compile() -> None:  # jax finds it when it is called
+                lowered.compile()
+
+            return compile
+
+        def use(program: Compiled | None) -> Callable[[], Work] | None:
+            if program is None:
+                return partial(compiling, fresh=True)
+            self._executables[name] = program
+            return None
+
+        def compiling(*, fresh: bool) -> Work:
+            lowered = executables.lower(path, self.empty(name, current()), options, fresh=fresh)
+            return lambda: use(executables.compiled(path, lowered, fresh=fresh))
+
         if path.exists():
-            return lambda: self._kept.update({name: executables.load(path, call)})
-        lowered = executables.lowered(path, call, options)
-        return lambda: self._kept.update({name: executables.compiled(path, lowered)})
+            return lambda: use(executables.load(path, call))
+        return compiling(fresh=False)
 
     def _options(self, name: Name) -> Options | None:
         return None if isinstance(name, PrefillShape) else self.compiler_options(name.draft, name.rows)
 
     def asked(self, name: Name, call: Call) -> tuple[Wrapped | Compiled, tuple]:
         """The program of this name and its arguments."""
-        kept = self._kept.get(name)
-        return (call.program, call.arguments) if kept is None else (kept, call.given)
+        read = self._executables.get(name)
+        return (call.program, call.arguments) if read is None else (read, call.given)
 
     def prefill(self, state: State, selected: PrefillBatch, settings: tuple[RowSettings, ...]) -> Call:
         given = self.target, self.drafter, state, *selected, settings, self._automata

@@ -8,8 +8,13 @@ COMPILING = "compile"  # how the names of threads begin that compile, which noth
 Progress = Callable[[int], object]  # called again and again with the number of programs that are compiled
 
 
+# Work for any thread, after which a program can be called. What it returns, if anything, is called in the thread that
+# asked for it, and gives the work that is left.
+Work = Callable[[], "Callable[[], Work] | None"]
+
+
 def compile_all(
-    programs: Iterable[Callable[[], object]],
+    programs: Iterable[Work],
     check_interrupt: Callable[[], object],
     progress: Progress = lambda done: None,
     at_once: int | None = None,
@@ -17,7 +22,7 @@ def compile_all(
     """Compiles programs in threads of their own.
 
     Args:
-        programs: what compiles each. They are asked for one after the other, in this thread, while others compile.
+        programs: the work for each. It is asked for one after the other, in this thread, while others compile.
         check_interrupt: called again and again meanwhile. What it raises ends the work: no further program is begun,
             and those under way, which nothing can stop, are not waited for.
         at_once: how many, at most.
@@ -34,6 +39,9 @@ def compile_all(
             progress(sum(one.done() for one in begun))
             done, compiling = wait(compiling, LOOK, FIRST_COMPLETED)
             for one in done:
-                one.result()
+                if (left := one.result()) is not None:
+                    begun.remove(one)
+                    begun.append(pool.submit(left()))
+                    compiling.add(begun[-1])
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

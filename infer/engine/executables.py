@@ -15,6 +15,7 @@ import logging
 import os
 import pickle
 import threading
+import time
 import zlib
 from functools import cache
 from importlib import metadata
@@ -35,6 +36,14 @@ from dflash_jax.kernels import dispatch, verdicts, verify
 _log = logging.getLogger("dflash_jax")
 VERSIONS = "flax", "numpy"  # besides those of jax
 FOUND = "/jax/compilation_cache/cache_hits"  # event of jax
+# Settings of jax that say where programs are kept and what is logged.
+OF_NO_PROGRAM = (
+    "jax_compilation_cache",
+    "jax_persistent_cache",
+    "jax_enable_compilation_cache",
+    "jax_log",
+    "jax_explain",
+)
 OWN = "dflash_jax", "jax", "jaxlib", "flax", "numpy", "ml_dtypes", "builtins", "collections"
 
 
@@ -51,14 +60,14 @@ class Call(NamedTuple):
         return self.arguments[: -self.static]
 
 
-def kept() -> bool:
+def enabled() -> bool:
     """Whether this process keeps programs: where jax does."""
     settings = jax.config.values
     caches = settings["jax_compilation_cache_dir"] is not None and settings["jax_enable_compilation_cache"]
     return caches and jax.process_count() == 1
 
 
-def place(call: Call, options: Options | None = None) -> Path | None:
+def path_of(call: Call, options: Options | None = None) -> Path | None:
     """Where the program is or will be kept; None if it is not to be kept: without jax's own cache, on several devices,
     and for classes from outside of this package.
 
@@ -66,7 +75,7 @@ def place(call: Call, options: Options | None = None) -> Path | None:
         options: the compiler's.
     """
     try:
-        return _named(call, options, sources) if kept() and (sources := _sources()) else None
+        return _path(call, options, sources) if enabled() and (sources := _sources()) else None
     except Exception as error:  # a class of a function, which no name leads to; no home
         _log.debug("a program is not kept", exc_info=error)
         return None
@@ -86,34 +95,41 @@ def load(path: Path, call: Call) -> Compiled | None:
         return None
 
 
-def lowered(path: Path, call: Call, options: Options | None = None) -> Lowered:
-    """The program that belongs there, ready to be compiled by `compiled`. The name it is compiled under belongs to this
-    version of it alone: jax finds no other version in its own cache, which would be of no use (see `compiled`)."""
+def lower(path: Path, call: Call, options: Options | None = None, *, fresh: bool = False) -> Lowered:
+    """The program that belongs there, to be compiled by `compiled`.
+
+    Args:
+        options: the compiler's.
+        fresh: whether to give it a name that jax has never seen, so that it is not found in jax's own cache.
+    """
     program, static = inspect.unwrap(call.program), call.arguments[-call.static :]
 
-    def named(*given):
+    def renamed(*given):
         return program(*given, *static)
 
-    named.__name__ = f"{program.__name__}_{path.name[:8]}"
-    return jax.jit(named, donate_argnums=2, compiler_options=dict(options) if options else None).lower(*call.given)
+    renamed.__name__ = f"{program.__name__}_{path.name[:8]}" + (f"_{time.time_ns():x}" if fresh else "")
+    return jax.jit(renamed, donate_argnums=2, compiler_options=dict(options) if options else None).lower(*call.given)
 
 
-def compiled(path: Path, lowered: Lowered) -> Compiled:
-    """Compiles a program, and keeps it, if nothing that may be different next time went into it.
+def compiled(path: Path, program: Lowered, *, fresh: bool = False) -> Compiled | None:
+    """Compiles a program and keeps it, unless something went into it that may be different next time.
 
-    A program that jax found in its own cache is not kept: written once more, those of a CPU lack functions.
+    None if it is not `fresh`, and jax found it in its own cache: it must be compiled afresh. An executable that was
+    itself read cannot be written again: on a CPU its functions would be missing. Where none can be written, jax's does.
     """
     found = _found_by_jax.count
-    program = lowered.compile()
-    if _found_by_jax.count == found and not verify.replaced():
-        try:
-            written, _, returns = serialize_executable.serialize(program)
-            data = zlib.compress(pickle.dumps((written, returns)), 1)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            files.replace(path, data)
-        except Exception as error:  # full, only to be read, or a platform whose programs cannot be written
-            _log.debug("a program is not kept", exc_info=error)
-    return program
+    executable = program.compile()
+    if verify.replaced():
+        return executable
+    try:
+        written, _, returns = serialize_executable.serialize(executable)
+        if _found_by_jax.count > found:
+            return executable if fresh else None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.replace(path, zlib.compress(pickle.dumps((written, returns)), 1))
+    except Exception as error:  # full, only to be read, or a platform whose programs cannot be written
+        _log.debug("a program is not kept", exc_info=error)
+    return executable
 
 
 class _Count(threading.local):
@@ -138,7 +154,7 @@ def _devices(call: Call) -> set[jax.Device]:  # pyright: ignore[reportInvalidTyp
     return {device for x in leaves for device in x.sharding.device_set} or {jax.local_devices()[0]}
 
 
-def _named(call: Call, options: Options | None, sources: str) -> Path | None:
+def _path(call: Call, options: Options | None, sources: str) -> Path | None:
     leaves, tree = jax.tree.flatten(call.given)
     devices = _devices(call)
     if len(devices) > 1 or not _all_own(tree, call.arguments[0]):
@@ -146,7 +162,7 @@ def _named(call: Call, options: Options | None, sources: str) -> Path | None:
     shapes = [(x.shape, x.dtype.name, getattr(x, "weak_type", False)) for x in leaves]
     with np.printoptions(threshold=2**31):  # or an array in a configuration is cut short
         text = [inspect.unwrap(call.program).__qualname__, str(tree), str(shapes), repr(call.arguments[-call.static :])]
-    settings = str(sorted(jax.config.values.items()))
+    settings = str(sorted((k, v) for k, v in jax.config.values.items() if not k.startswith(OF_NO_PROGRAM)))
     how = str(sorted((options or {}).items())), str([device.id for device in devices])
     rests_on = [*verdicts.machine(), *map(metadata.version, VERSIONS), sources, settings, dispatch.state(), *how, *text]
     return files.cache_directory() / "programs" / hashlib.sha256("\0".join(rests_on).encode()).hexdigest()[:32]
@@ -179,11 +195,12 @@ def _sources() -> str | None:
     """A digest of this package's sources; None if one was written after this process began, which may have read it
     before."""
     digest, newest = hashlib.sha256(), 0.0
-    for root, folders, names in os.walk(Path(dflash_jax.__file__).parent, followlinks=True):
+    package = Path(dflash_jax.__file__).parent
+    for root, folders, names in os.walk(package, followlinks=True):
         folders.sort()
         for name in sorted(names):
             if name.endswith(".py"):
                 path = Path(root, name)
                 newest = max(newest, path.stat().st_mtime)
-                digest.update(f"{path}\0".encode() + path.read_bytes())
+                digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
     return digest.hexdigest() if newest < files.BEGAN else None

@@ -121,9 +121,7 @@ class Slots:
     ) -> None:
         """Compiles these programs, so many at a time. Another thread may use others meanwhile."""
         with self._on_mesh():
-            compile_all(
-                (self.calls.compiling(name, self._current()) for name in names), check_interrupt, progress, at_once
-            )
+            compile_all((self.calls.work(name, self._current) for name in names), check_interrupt, progress, at_once)
 
     def _check_kernels(self) -> None:
         """Checks the kernels of the first programs, before there are caches."""

@@ -118,7 +118,7 @@ class Trial(NamedTuple):
         """The call, after a cache that holds NaN where nothing was written. Windowed rows have gone round it once."""
         keys = jax.random.split(jax.random.fold_in(key, 3), 4)
         B, S, T, F = self.rows, self.slots, self.T, self.F
-        lengths = jnp.resize(jnp.asarray([2 * S // 3, S if self.window is None else S + S // 2], jnp.int32), B)
+        lengths = jnp.resize(jnp.asarray([2 * S // 3, S if self.window is None else S + S // 2], jnp.int32), (B,))
         written = (jnp.arange(S)[None] < lengths[::-1, None])[:, None, :, None]
 
         def cached(key: PRNGKeyArray, width: int) -> Array:

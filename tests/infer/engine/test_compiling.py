@@ -27,9 +27,35 @@ class Slow:
         self.go_on.wait(600)
 
 
+def compiling(program, size):
+    """The work for an argument of this size."""
+    lowered = program.lower(jnp.ones(size))
+
+    def work():
+        lowered.compile()
+
+    return work
+
+
+def test_what_is_left_is_asked_for_in_this_thread():
+    """And done in another, after what was found out there."""
+    where = []
+
+    def work():
+        where.append(threading.current_thread())
+        return more
+
+    def more():
+        where.append(threading.current_thread())
+        return lambda: where.append(threading.current_thread())
+
+    compile_all([work, lambda: None], lambda: None)
+    assert [thread is threading.current_thread() for thread in where] == [False, True, False]
+
+
 def test_what_was_compiled_is_found(monkeypatch):
     program = jax.jit(lambda x: jnp.sin(x) + 3)
-    compile_all([program.lower(jnp.ones(n)).compile for n in (3, 5)], lambda: None)
+    compile_all([compiling(program, n) for n in (3, 5)], lambda: None)
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_: pytest.fail("compiled again"))
     assert program(jnp.ones(5)).shape == (5,)
 
@@ -47,7 +73,7 @@ def test_it_says_how_far_it_is(monkeypatch):
         shown.update(done)
 
     program = jax.jit(lambda x: jnp.cos(x) + 3)
-    compile_all([program.lower(jnp.ones(n)).compile for n in (3, 5, 7)], lambda: None, told)
+    compile_all([compiling(program, n) for n in (3, 5, 7)], lambda: None, told)
     for _ in range(4):
         told(3)
     assert seen == sorted(seen)

@@ -22,7 +22,7 @@ PROMPTS = [[5, 9, 11], [7, 7, 30, 31, 2], [40]]
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(executables, "kept", lambda: True)
+    monkeypatch.setattr(executables, "enabled", lambda: True)
     monkeypatch.setattr(verify, "_known", {})  # other tests have kernels that fail their checks
     monkeypatch.setattr(verify, "_undecided", set())
     return tmp_path / "dflash_jax" / "programs"
@@ -40,12 +40,12 @@ def answers(engine):
 
 def path(engine):
     calls, name = engine.batch.calls, engine.batch.calls.names[0]
-    return executables.place(calls.empty(name, engine.batch.state), calls._options(name))
+    return executables.path_of(calls.empty(name, engine.batch.state), calls._options(name))
 
 
 def test_the_next_process_traces_nothing_and_answers_alike(target, drafter, directory, monkeypatch):
     with monkeypatch.context() as off:
-        off.setattr(executables, "kept", lambda: False)
+        off.setattr(executables, "enabled", lambda: False)
         expected = answers(engine(target, drafter))
         assert not directory.exists()
     assert answers(engine(target, drafter)) == expected
@@ -93,6 +93,10 @@ def test_what_a_program_follows_from_is_in_its_name(target, drafter, directory, 
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(verdicts, "_processor", lambda: "x86_64 sse2")
         differs(first)
+    before = jax.config.jax_log_compiles
+    jax.config.update("jax_log_compiles", not before)
+    assert path(first) in names
+    jax.config.update("jax_log_compiles", before)
     monkeypatch.setattr(first.batch.calls, "compiler_options", lambda draft, rows: {"xla_some_option": True})
     differs(first)
 
@@ -114,8 +118,6 @@ def test_damaged_files_are_written_again(target, drafter, directory):
         file.write_bytes(damaged)
     jax.clear_caches()
     assert answers(engine(target, drafter)) == expected
-    assert not list(directory.iterdir())
-    assert answers(engine(target, drafter)) == expected
     files = {file: file.stat().st_mtime_ns for file in directory.iterdir()}
     assert len(files) == 3
     jax.clear_caches()
@@ -123,16 +125,43 @@ def test_damaged_files_are_written_again(target, drafter, directory):
     assert {file: file.stat().st_mtime_ns for file in directory.iterdir()} == files
 
 
-def test_what_jax_found_in_its_own_cache_is_not_written(target, drafter, directory, monkeypatch):
-    """A program that was read lacks functions when it is written again."""
-    compile = jax.stages.Lowered.compile
+def test_what_jax_found_in_its_own_cache_is_compiled_afresh(target, drafter, directory, monkeypatch):
+    """What was read cannot be written again: functions would be missing."""
+    compile, compiled = jax.stages.Lowered.compile, []
 
     def found(lowered, *given, **options):
-        jax.monitoring.record_event(executables.FOUND)
+        compiled.append(lowered.as_text().split("@jit_")[1].split()[0])
+        if compiled[-1].count("_") == 1:
+            jax.monitoring.record_event(executables.FOUND)
         return compile(lowered, *given, **options)
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", found)
     assert answers(engine(target, drafter))
+    large = [name for name in compiled if name.startswith(("decode_", "prefill_"))]
+    assert sorted(name.count("_") for name in large) == [1, 1, 1, 2, 2, 2]
+    assert len(list(directory.iterdir())) == 3
+
+
+@pytest.mark.parametrize("fails", ["serialize", "replaced"])
+def test_where_none_can_be_written_that_of_jax_serves(target, drafter, directory, monkeypatch, fails):
+    def refuse(*given):
+        raise ValueError("not on this platform")
+
+    compile, compiled = jax.stages.Lowered.compile, []
+
+    def found(lowered, *given, **options):
+        compiled.append(lowered)
+        jax.monitoring.record_event(executables.FOUND)
+        return compile(lowered, *given, **options)
+
+    if fails == "serialize":
+        monkeypatch.setattr(executables.serialize_executable, "serialize", refuse)
+    else:
+        monkeypatch.setattr(verify, "_undecided", {"a trial"})
+    made = engine(target, drafter)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", found)
+    made.batch.compile(made.batch.calls.names)
+    assert len(compiled) == 3
     assert not directory.exists()
 
 
@@ -150,8 +179,9 @@ def test_processes_one_after_the_other_answer_alike(tmp_path):
     first = answer()
     assert len(list(kept.iterdir())) == 2  # a prompt's, and a step's
     assert answer() == first
-    shutil.rmtree(kept)
+    shutil.rmtree(kept)  # those in jax's own cache stay
     assert answer() == first
+    assert len(list(kept.iterdir())) == 2
     assert answer() == first
 
 
@@ -191,7 +221,7 @@ def test_programs_are_kept_where_jax_keeps_its_own(tmp_path):
         for values in ((str(tmp_path), True), (str(tmp_path), False), (None, True)):
             for name, value in zip(names, values, strict=True):
                 jax.config.update(name, value)
-            found.append(executables.kept())
+            found.append(executables.enabled())
     finally:
         for name, value in zip(names, before, strict=True):
             jax.config.update(name, value)
