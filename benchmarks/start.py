@@ -50,7 +50,7 @@ def seconds(python: str, checkout: Path, prompt: str, kept: str) -> tuple[float,
         command, cwd=kept, env=surroundings, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as process:
         assert process.stdout
-        while process.stdout.read1():
+        while os.read(process.stdout.fileno(), 1 << 16):
             last = time.perf_counter() - begin
     if process.returncode:
         raise ValueError(f"{checkout}: the command failed with status {process.returncode}")
@@ -70,7 +70,7 @@ def imports(python: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(StartOptions, argv, prog="python -m benchmarks.start", description=__doc__)
+    options: StartOptions = parse(StartOptions, argv, prog="python -m benchmarks.start", description=__doc__ or "")
     print("imports:", imports(options.environment))
     with tempfile.TemporaryDirectory() as directory:
         kept = [str(Path(directory, str(i))) for i in range(len(options.checkouts))]

@@ -30,8 +30,11 @@ def _half(blocks: np.ndarray, at: int) -> np.ndarray:
 
 def _nibbles(stored: np.ndarray, together: int) -> np.ndarray:
     """Of so many bytes the lower halves, then the upper ones."""
-    bytes_ = stored.reshape(len(stored), -1, 1, together)
-    return np.concatenate([bytes_ & 15, bytes_ >> 4], axis=2).reshape(len(stored), -1)
+    bytes_ = stored.reshape(len(stored), -1, together)
+    halves = np.empty((*bytes_.shape[:2], 2, together), np.uint8)
+    np.bitwise_and(bytes_, 15, out=halves[:, :, 0])
+    np.right_shift(bytes_, 4, out=halves[:, :, 1])
+    return halves.reshape(len(stored), -1)
 
 
 def _q4_0(blocks: np.ndarray) -> Blocks:
