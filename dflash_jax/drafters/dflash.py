@@ -7,7 +7,6 @@ vocabulary of the drafter.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import flax.linen as nn
@@ -32,7 +31,7 @@ from dflash_jax.kernels.dispatch import platform
 from dflash_jax.mesh import HEADS, WHOLE, Layout, on_every_device
 from dflash_jax.models.attention import Attention, Pass, keys_and_values
 from dflash_jax.models.layers import MLP, Linear, matmul, parameter, unfuse
-from dflash_jax.models.norms import RMSNorm, inverse_rms, rms_norm
+from dflash_jax.models.norms import RMSNorm, inverse_rms, rms_norm, times
 from dflash_jax.models.rope import Rope
 from dflash_jax.models.tables import decoder_layer
 from dflash_jax.models.weights import Outputs, biases, linear, linears
@@ -63,7 +62,10 @@ class Injection(NamedTuple):
         k, v = unfuse(kv, [kv.shape[-1] // 2] * 2, layout.shards)
         if platform() == "tpu" and kv.shape[1] >= LONG:  # fused with what follows, libtpu 0.0.52 ends on it
             k, v = jax.lax.optimization_barrier((k, v))
-        norm = partial(rms_norm, weight=self.norm, eps=config.rms_norm_eps, factor=factor)
+
+        def norm(k: Float[Array, "B T K H"]) -> Float[Array, "B T K H"]:
+            return rms_norm(k, self.norm, config.rms_norm_eps, None if factor is None else times(k, factor))
+
         return keys_and_values(k, v, config.layers[0].attention.head_dim, rope, norm)
 
 

@@ -4,7 +4,7 @@ Shapes: B rows, T block positions, b t the same, or [B, N] where positions are p
 D model width, N query heads, K key-value heads, H head dim, F tapped features.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,9 +19,10 @@ from dflash_jax.cache.int8 import Stored
 from dflash_jax.config import AttentionConfig, LayerConfig, LayerMixer, RopeConfig
 from dflash_jax.kernels.block_attention import Visibility, together
 from dflash_jax.kernels.dispatch import platform
+from dflash_jax.kernels.products import FEW_ROWS
 from dflash_jax.mesh import WHOLE, Layout
 from dflash_jax.models.layers import Linear, unfuse
-from dflash_jax.models.norms import Normed, RMSNorm, inverse_rms, rms_norm
+from dflash_jax.models.norms import Normed, RMSNorm, inverse_rms, rms_norm, times
 from dflash_jax.models.rope import Rope, rope_tables, rotate
 from dflash_jax.packing import Packing, joined, parted
 
@@ -176,28 +177,26 @@ class Attention(nn.Module):
         norms = {} if eps is None else {name: self.norm_class(n, eps, name=name) for name, n in widths.items()}
         sinks = self.param("sinks", nn.initializers.zeros, (N,)) if c.sinks else None
 
-        def norm(name: str, factor: Float[Array, "B T _"] | None) -> Norm | None:
+        def norm(name: str, divided: Float[Array, "B T n H"] | None) -> Norm | None:
             if name not in norms:
                 return None
-            known = None if factor is None else factor[..., None]
-            return lambda x: norms[name](x.reshape(*x.shape[:2], -1, widths[name]), known).reshape(x.shape)
+            return lambda x: norms[name](x.reshape(*x.shape[:2], -1, widths[name]), divided).reshape(x.shape)
 
         def mix(
             outputs: Float[Array, "B T _"], at: Pass, shared: Stored | None
         ) -> tuple[Float[Array, "B T _"], Stored]:
             B, T, _ = outputs.shape
             q, *others = unfuse(outputs, sizes, self.layout.shards)
-            factors: list[Array | None] = [None] * len(sizes)
-            if eps is not None and c.qk_norm_per_head and platform() == "gpu":  # of all heads by one launch
-                found = inverse_rms(outputs.reshape(B, T, -1, H), eps)[..., 0]
-                factors = [*unfuse(found, [size // H for size in sizes], self.layout.shards)]
+            divided: list[Array | None] = [None] * len(sizes)
+            if eps is not None and c.qk_norm_per_head and platform() == "gpu":
+                divided = [*self._divided(outputs, sizes, eps)]
             fresh = shared
             if fresh is None:
                 keys = -1 if c.values_are_keys else -2
                 value_norm = None if c.value_norm is None else partial(rms_norm, weight=None, eps=c.value_norm)
-                key_norm = norm("k_norm", factors[keys])
+                key_norm = norm("k_norm", divided[keys])
                 fresh = entry.stored(keys_and_values(others[keys], others[-1], H, at.rope, key_norm, value_norm))
-            q = split_heads(q, H, norm("q_norm", factors[0]), at.rope)
+            q = split_heads(q, H, norm("q_norm", divided[0]), at.rope)
             block = fresh
             if at.per_row is None and isinstance(fresh, Fresh) and fresh.v is not None:
                 block = fresh.replace(joined=together(q, fresh.k, fresh.v, entry))
@@ -208,6 +207,25 @@ class Attention(nn.Module):
         outputs = Linear((D, sum(sizes)), c.bias, name="qkv_proj" if makes_keys else "q_proj")(x)
         out, fresh = ctx.mixed(mix, [outputs], shared)
         return Linear((N * H, self.width), c.bias and c.output_bias, name="o_proj")(out), fresh
+
+    def _divided(
+        self, outputs: Float[Array, "B T _"], sizes: list[int], eps: float
+    ) -> Iterator[Float[Array, "B T n H"]]:
+        """The heads of all parts over their root mean squares, in float32.
+
+        On a GPU one launch finds what to divide by, for all heads. Of one position, and of many, it divides, too: XLA
+        would use one launch more, of one to sum the squares, of many to turn what it found into the order of keys.
+        """
+        B, T, _ = outputs.shape
+        H, shards = self.config.head_dim, self.layout.shards
+        factors = inverse_rms(outputs.reshape(B, T, -1, H), eps)
+        if B * T == 1 or B * T > FEW_ROWS:
+            whole = times(outputs.reshape(B, T, -1, H), factors).reshape(outputs.shape)
+            yield from (part.reshape(B, T, -1, H) for part in unfuse(whole, sizes, shards))
+        else:
+            of_each = unfuse(factors[..., 0], [size // H for size in sizes], shards)
+            for part, factor in zip(unfuse(outputs, sizes, shards), of_each, strict=True):
+                yield times(part.reshape(B, T, -1, H), factor[..., None])
 
 
 def split_heads(

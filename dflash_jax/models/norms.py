@@ -61,10 +61,10 @@ class RMSNorm(nn.Module):
     size: int
     eps: float
 
-    def __call__(self, x: Float[Array, "... D"], factor: Float[Array, "... 1"] | None = None) -> Float[Array, "... D"]:
-        """The normed `x`; `factor` is `inverse_rms(x, eps)`, if that is known."""
+    def __call__(self, x: Float[Array, "... D"], divided: Float[Array, "... D"] | None = None) -> Float[Array, "... D"]:
+        """The normed `x`; `divided` is `x` over its root mean square in float32, if that is known."""
         wide, weight = self.weighed(x)
-        return rms_norm(wide, weight, self.eps, factor).astype(x.dtype)
+        return rms_norm(wide, weight, self.eps, divided).astype(x.dtype)
 
     def for_products(self, x: Float[Array, "... D"]) -> tuple[Float[Array, "... D"] | Normed, Float[Array, "... D"]]:
         """What products read in the place of the normed `x`, and `x` for those who read it afterwards."""
@@ -122,11 +122,16 @@ def rms_norm(
     x: Float[Array, "... D"],
     weight: Float[Array, " D"] | None,
     eps: float,
-    factor: Float[Array, "... 1"] | None = None,
+    divided: Float[Array, "... D"] | None = None,
 ) -> Float[Array, "... D"]:
     """`x` over its root mean square along the last axis, rounded before the product with the weight, if any.
 
-    `factor` is `inverse_rms(x, eps)`, if that is known.
+    `divided` is that quotient in float32, if it is known.
     """
-    normed = (x.astype(jnp.float32) * (inverse_rms(x, eps) if factor is None else factor)).astype(x.dtype)
+    normed = (times(x, inverse_rms(x, eps)) if divided is None else divided).astype(x.dtype)
     return normed if weight is None else jnp.expand_dims(weight, range(x.ndim - 1)) * normed
+
+
+def times(x: Float[Array, "... D"], factor: Float[Array, "... 1"]) -> Float[Array, "... D"]:
+    """The product in float32."""
+    return x.astype(jnp.float32) * factor
