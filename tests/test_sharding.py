@@ -16,8 +16,8 @@ from dflash_jax.checkpoint import Reader, leaves
 from dflash_jax.decoding.state import init_state
 from dflash_jax.decoding.step import speculative_step, step_functions
 from dflash_jax.drafters import KINDS, drafter_config, kind_of
+from dflash_jax.infer.engine import timing
 from dflash_jax.infer.engine.prompts import modelled
-from dflash_jax.infer.engine.slots import Slots
 from dflash_jax.mesh import make_mesh, parse_mesh
 from dflash_jax.models import FAMILIES, target_config
 from dflash_jax.sharding import auto_mesh, check_layout, pin, spec
@@ -95,8 +95,8 @@ def test_requests_with_everything_on_a_mesh(directory):
 @pytest.mark.slow
 def test_each_part_of_the_rows_reads_its_own_prompts(directory, monkeypatch):
     """Not every device every prompt: a program reads as many prompts at once as rows are split into parts."""
-    by_model = lambda self, shape, rounds: modelled(shape)
-    monkeypatch.setattr(Slots, "_prefill_cost", by_model)  # a count that no clock decides
+    by_model = lambda slots, shape: modelled(shape)
+    monkeypatch.setattr(timing, "prefill_cost", by_model)  # a count that no clock decides
     asked = [tiny.ask([(5 * i + j) % 60 for j in range(200 - i)], 6, id=str(i)) for i in range(8)]
     asked += [tiny.ask([i, 7, 9], 6, 0.8, id=f"short {i}") for i in range(4)]
     found = {}

@@ -15,7 +15,6 @@ import numpy as np
 
 from dflash_jax import files
 from dflash_jax.checkpoint import gguf_blocks
-from dflash_jax.checkpoint.words import in_bytes
 from dflash_jax.storage.gguf import FORMATS
 
 FORMAT = 2  # of the directories that are written
@@ -152,10 +151,10 @@ class Tensor:
     def kind(self) -> str:
         return self._kind.name
 
-    def blocks(self, index: slice) -> gguf_blocks.Blocks:
+    def blocks(self, index: slice) -> np.ndarray:
         """The blocks of some rows."""
         rows = np.ascontiguousarray(self._rows[self._order()[index]])
-        return gguf_blocks.KINDS[self.kind](rows.reshape(-1, self._size))
+        return rows.reshape(-1, self._size)
 
     def _order(self) -> np.ndarray:
         order = np.arange(self._shape[0])
@@ -190,13 +189,10 @@ class Part:
         return "F32" if self._name == "_offset" or self._tensor.kind.endswith("_K") else "F16"
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        numbers, scale, offset = self._tensor.blocks(index[0])
-        if self._name == "_packed":
-            found = in_bytes(numbers) if self._format.numbers == "int4" else numbers
-        else:
-            found = scale if self._name == "_scale" else offset
-        assert found is not None
-        return found.reshape(-1, self.get_shape()[1])[:, index[1]]
+        kind = gguf_blocks.KINDS[self._tensor.kind]
+        part = {"_packed": kind.numbers, "_scale": kind.scale}.get(self._name, kind.offset)
+        assert part is not None
+        return part(self._tensor.blocks(index[0])).reshape(-1, self.get_shape()[1])[:, index[1]]
 
 
 def _write(path: Path, directory: Path) -> None:

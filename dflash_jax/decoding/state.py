@@ -236,10 +236,10 @@ def _calibration(drafter: DraftModel) -> Calibration:
     return init_calibration(drafter.depth(config.block_size), getattr(config, "proposal_sharpness", ()))
 
 
-def begin_row(state: State, row: Int[Array, ""]) -> State:
-    """The state with an idle row made ready for a new sequence."""
+def begin_row(state: State, row: Int[Array, ""], length: Int[Array, ""]) -> State:
+    """The state with an idle row made ready for a new sequence, as if so many of its tokens were committed."""
     return state.replace(
-        lengths=state.lengths.at[row].set(0),
+        lengths=state.lengths.at[row].set(length),
         target_cache=state.target_cache.begin(row),
         draft=None if state.draft is None else state.draft.begin(row),
     )

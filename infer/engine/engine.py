@@ -18,6 +18,7 @@ from dflash_jax.checkpoint.memory import Named
 from dflash_jax.decoding.state import DraftModel
 from dflash_jax.drafters.around import Keeping
 from dflash_jax.drafters.function import check_protocol
+from dflash_jax.infer.engine import timing
 from dflash_jax.infer.engine.admission import Admission
 from dflash_jax.infer.engine.compiling import Progress
 from dflash_jax.infer.engine.constraints import Constraints, Ready
@@ -144,9 +145,10 @@ class Engine:
         if self.busy:
             raise ValueError(f"warm_up runs every program on idle slots, but {self.busy} are busy; call it first")
         begin, batch = time.perf_counter(), self.batch
-        batch.warm_up(batch.calls.first if first else batch.calls.names, check_interrupt, progress, brief=first)
+        took = batch.warm_up(batch.calls.first if first else batch.calls.names, check_interrupt, progress)
+        batch.calls.prefills.costs.update(timing.prefill_costs(batch, took, check_interrupt, brief=first))
         if self.drafts.auto or batch.to_measure:
-            seconds = batch.step_seconds(check_interrupt, brief=first)
+            seconds = timing.step_seconds(batch, check_interrupt, brief=first)
             if self.drafts.auto:
                 self.drafts.measured(seconds)
         self.stats.compile_seconds += time.perf_counter() - begin

@@ -86,9 +86,9 @@ def _decode_program(options: tuple[tuple[str, str | bool], ...]) -> Wrapped:
 
 
 @partial(jax.jit, donate_argnames="state")
-def begin(state: State, row: Int[Array, ""]) -> State:
-    """Makes an idle row ready for a new prompt."""
-    return pin(begin_row(state, row))
+def begin(state: State, row: Int[Array, ""], length: Int[Array, ""]) -> State:
+    """Makes an idle row ready for a new prompt, as if so many of its tokens were committed."""
+    return pin(begin_row(state, row, length))
 
 
 @partial(jax.jit, donate_argnames="state", static_argnames=("logprobs", "sampled_logprobs"))

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -25,7 +24,7 @@ from dflash_jax.infer.engine.pages import PageTable
 from dflash_jax.infer.engine.params import STOP_WIDTH
 from dflash_jax.infer.engine.prefixes import PrefixCache
 from dflash_jax.infer.engine.programs import begin, release
-from dflash_jax.infer.engine.prompts import PrefillBatch, PrefillCost, PrefillShape
+from dflash_jax.infer.engine.prompts import PrefillBatch, PrefillShape
 from dflash_jax.infer.engine.reads import ReadPlan, plan_reads, plan_steps
 from dflash_jax.infer.engine.rows import ActiveRequest
 from dflash_jax.infer.engine.widths import filled
@@ -36,7 +35,6 @@ from dflash_jax.sharding import pin
 from dflash_jax.target import Target
 
 LANES = 16  # float32 numbers in the widest vector of a processor
-BRIEF = 0.2  # seconds of timing steps after which no further round begins
 
 
 class Slots:
@@ -48,6 +46,7 @@ class Slots:
 
     Attributes:
         state: consumed and replaced by every call.
+        count: rows.
         max_length: tokens that a row can hold.
         pages: of rows that share memory; None where each has its own.
         prefixes: what is kept of prompts for those that begin alike.
@@ -57,9 +56,9 @@ class Slots:
     """
 
     def __init__(self, target: Target, config: EngineConfig, drafts: Drafts, constraints: Constraints | None = None):
-        self.config, self._drafts = config, drafts
+        self.config, self.drafts = config, drafts
         self._fixed = config.deterministic
-        self._slots = slots = self._rows_on_device(rows_of(target.mesh))
+        self.count = slots = self._rows_on_device(rows_of(target.mesh))
         self.calls = Calls(target, config, drafts, slots, constraints)
         # A cache of a single chunk would be another program than a longer one, and might round differently.
         self.max_length = max(config.max_length, 2 * CHUNK) if self._fixed else config.max_length
@@ -94,7 +93,7 @@ class Slots:
         slots = self.config.slots
         if not self._fixed or slots == 1 or jax.default_backend() != "cpu":
             return slots
-        step = math.lcm(LANES // math.gcd(LANES, *map(self._drafts.positions, self._drafts.programs)), parts)
+        step = math.lcm(LANES // math.gcd(LANES, *map(self.drafts.positions, self.drafts.programs)), parts)
         return -(-slots // step) * step
 
     @property
@@ -134,11 +133,9 @@ class Slots:
         names: Sequence[Name],
         check_interrupt: Callable[[], object] = lambda: None,
         progress: Progress = lambda done: None,
-        *,
-        brief: bool = False,
-    ) -> None:
+    ) -> dict[Name, float]:
         """Compiles these programs and the small ones, and runs each once; from now on these are used. All rows must be
-        idle. `brief` is as in `step_seconds`."""
+        idle. Returns the seconds of these runs."""
         self.compile(names, check_interrupt, progress)
         self.begin(0)
         if not self._warm:
@@ -146,22 +143,25 @@ class Slots:
             if self.config.keep_features:
                 self.features(0, 0)
             self._warm = True
+        seconds = {}
         for name in names:
             check_interrupt()
-            if not isinstance(name, PrefillShape):
-                nothing = Beside([], {}) if name.reads else None
-                self.decode(name.draft, 0, 0, self.idle(name.rows), nothing)
-                continue
-            self._prefill(*self.calls.nothing(name))
-            if not self._fixed and name not in self.calls.prefills.costs:
-                self.calls.prefills.costs[name] = self._prefill_cost(name, 1 if brief else 2)
+            self.wait()
+            since = time.perf_counter()
+            if isinstance(name, PrefillShape):
+                self.prefill(*self.calls.nothing(name))
+            else:
+                self.decode(name.draft, 0, 0, self.idle(name.rows), Beside([], {}) if name.reads else None)
+            self.wait()
+            seconds[name] = time.perf_counter() - since
         self.release(0)
         jax.block_until_ready(self.state)
         self.used = list(names)
+        return seconds
 
     def begin(self, slot: int, prompt: Sequence[int] = ()) -> int:
         """Makes a row ready for a prompt; returns how many of its tokens are there already (see `admit`)."""
-        self._change(begin, np.int32(slot))
+        self._change(begin, np.int32(slot), np.int32(0))
         copied = 0
         for kept in self.prefixes.found.pop(slot, []):
             self._change(self.prefixes.copy, kept, prompt)
@@ -179,7 +179,7 @@ class Slots:
             self._change(self.prefixes.copy, kept, prompts[kept.row].prompt)
         rows = zip(plan.batch.rows.tolist(), plan.batch.counts.tolist(), strict=True)
         settings = tuple(prompts[row].settings if count else self.calls.neutral for row, count in rows)
-        first = self._prefill(plan.batch, settings)
+        first = self.prefill(plan.batch, settings)
         self.keep(plan, prompts)
         return plan, first
 
@@ -202,7 +202,7 @@ class Slots:
 
     @property
     def to_measure(self) -> bool:
-        """Whether `step_seconds` finds out if it pays to read prompts beside rows that decode."""
+        """Whether `timing.step_seconds` finds out if it pays to read prompts beside rows that decode."""
         return self._reads and self.config.prefill_budget == "auto"
 
     def copy(self, prompts: Mapping[int, ActiveRequest]) -> dict[int, int]:
@@ -224,10 +224,10 @@ class Slots:
 
     def some(self, busy: Sequence[int]) -> list[int]:
         """The rows of the narrowest program that advances these, as many of each part of the mesh."""
-        of_part = self._slots // self.calls.parts
+        of_part = self.count // self.calls.parts
         busy_of = [[slot for slot in busy if slot // of_part == part] for part in range(self.calls.parts)]
         most = max(map(len, busy_of)) * self.calls.parts
-        return filled(self._slots, busy_of, next(width for width in self.widths if width >= most))
+        return filled(self.count, busy_of, next(width for width in self.widths if width >= most))
 
     def idle(self, width: int) -> list[int]:
         """Rows of a program of that width, whichever."""
@@ -265,12 +265,12 @@ class Slots:
     def renew(self, target: Target, drafter: DraftModel | None) -> None:
         """Goes on with other models, like those so far: what was kept of prompts, and learned of proposals, is
         forgotten. All rows must be idle."""
-        self.calls.target, self._drafts.drafter = target, drafter
+        self.calls.target, self.drafts.drafter = target, drafter
         self.prefixes.forget()
         old = self.state.calibration
         where = jax.tree.map(lambda x: x.sharding, old)
         self.state = self.state.replace(calibration=jax.device_put(self._calibration, where))
-        self._drafts.forget()
+        self.drafts.forget()
 
     def _current(self) -> State:
         """The state with the table of pages as it is now."""
@@ -285,82 +285,9 @@ class Slots:
         """Waits for the device: `read` returns before it has."""
         jax.block_until_ready(self.state.anchor)
 
-    def step_seconds(
-        self, check_interrupt: Callable[[], object] = lambda: None, *, brief: bool = False
-    ) -> dict[tuple[Draft, int], float]:
-        """Times a step of each kind of draft and number of rows, all of them busy with random tokens and half full:
-        tokens that are alike would visit fewer experts than a real block does.
-
-        Args:
-            check_interrupt: as in `warm_up`.
-            brief: time long steps once only, for a single answer.
-        """
-        kept = jax.tree.map(jnp.copy, self.state.calibration)  # the programs consume the state's own arrays
-        try:
-            seconds = self._timed_steps(check_interrupt, BRIEF if brief else math.inf)
-            if self.to_measure:
-                self.beside = self._pays(seconds)
-            return {(name.draft, name.rows): time for name, time in seconds.items() if not name.reads}
-        finally:  # random tokens are no text to learn from
-            self.state = self.state.replace(calibration=kept)
-            for slot in range(self._slots if self.pages else 0):
-                self.drop(slot)
-
-    def _timed_steps(self, check_interrupt: Callable[[], object], enough: float) -> dict[Decode, float]:
-        rng, short = np.random.default_rng(0), next(name for name in self.used if isinstance(name, PrefillShape))
-        endless = self.calls.neutral._replace(remaining=np.int32(np.iinfo(np.int32).max))
-        times: dict[Decode, list[float]] = {name: [] for name in self.used if isinstance(name, Decode)}
-        since = time.perf_counter()
-        for i in range(3):
-            if i and time.perf_counter() - since > enough:
-                break
-            for draft, width, reads in times:
-                check_interrupt()
-                slots = self.idle(width)
-                for slot in slots:
-                    length = self._half
-                    if self.pages is not None:  # as far as there are any
-                        self.pages.hold(slot, length + 5 * (self._drafts.proposed(draft) + 1) + 1)
-                    prompt = rng.integers(0, self.calls.target.config.vocab_size, min(short.tokens, length)).tolist()
-                    self._place(slot, length - len(prompt))
-                    part = self.calls.prefills.part(slot)
-                    taken = [[(slot, prompt)] if p == part else [] for p in range(self.calls.parts)]
-                    selected = self.calls.prefills.batch(short, taken)
-                    selected.last[:] = selected.counts > 0
-                    self._prefill(selected, (endless,) * len(selected.rows))
-                nothing = Beside([], {}) if reads else None
-                if i == 0:  # the first visit of a program takes longer
-                    self.decode(draft, 1, 0, slots, nothing)
-                self.wait()
-                begin = time.perf_counter()
-                steps = min(self.config.steps_per_visit, 4)
-                trace = jax.device_get(self.decode(draft, steps, 0, slots, nothing))
-                seconds = (time.perf_counter() - begin) / int(np.sum(trace.count.any(axis=1)))
-                times[Decode(draft, width, reads)].append(seconds)
-                for slot in slots:
-                    self.release(slot)
-        return {name: min(measured) for name, measured in times.items()}
-
-    def _pays(self, seconds: Mapping[Decode, float]) -> bool:
-        """Whether steps that read prompts take less time than others and programs that read as much between them."""
-        alone = [cost.empty / (shape.rows * shape.tokens) for shape, cost in self.calls.prefills.costs.items()]
-        if not alone or self.calls.beside is None:
-            return False
-        apart = min(alone) * self.calls.beside.total
-        pairs = [(time, seconds[name._replace(reads=False)] + apart) for name, time in seconds.items() if name.reads]
-        return sum(beside for beside, _ in pairs) < sum(both for _, both in pairs)
-
-    @property
-    def _half(self) -> int:
-        """Half of what a row holds, or of what all could at a time."""
-        most = self.max_length if self.pages is None else min(self.max_length, self.pages.tokens // self._slots)
-        return max(1, most // 2)
-
-    def _place(self, slot: int, length: int) -> None:
+    def place(self, slot: int, length: int) -> None:
         """Begins a row as if so many tokens were committed; what the caches hold there is of no interest."""
-        self.begin(slot)
-        with self._on_mesh():
-            self.state = self.state.replace(lengths=pin(self.state.lengths.at[slot].set(length)))
+        self._change(begin, np.int32(slot), np.int32(length))
 
     def _change(self, program: Callable[..., State], *arguments: Any, **given: Any) -> None:
         with self._on_mesh():
@@ -369,23 +296,8 @@ class Slots:
     def _on_mesh(self) -> Any:
         return entered(self.calls.target.mesh)
 
-    def _prefill_cost(self, shape: PrefillShape, rounds: int) -> PrefillCost:
-        """The cost of a program in seconds, by its times for empty rows and for such as are half full."""
-        arguments, seconds = self.calls.nothing(shape), []
-        for full in (0, 1):
-            times = []
-            for _ in range(rounds):
-                for slot in arguments[0].rows.tolist():
-                    self._place(slot, full * self._half)
-                self.wait()
-                begin = time.perf_counter()
-                self._prefill(*arguments)
-                self.wait()
-                times.append(time.perf_counter() - begin)
-            seconds.append(min(times))
-        return PrefillCost(seconds[0], max(0.0, seconds[1] - seconds[0]) / self._half)
-
-    def _prefill(self, selected: PrefillBatch, settings: tuple[RowSettings, ...]) -> Committed:
+    def prefill(self, selected: PrefillBatch, settings: tuple[RowSettings, ...]) -> Committed:
+        """Runs the program of this batch; not waited for."""
         call = self.calls.prefill(self._current(), selected, settings)
         program, arguments = self.calls.asked(self.calls.prefills.shape(selected), call)
         with self._on_mesh():

@@ -10,7 +10,7 @@ import pytest
 from dflash_jax import Engine, load_drafter, load_target
 from dflash_jax.cache import pages
 from dflash_jax.constraints.constraint import regex
-from dflash_jax.infer.engine import prefixes
+from dflash_jax.infer.engine import prefixes, timing
 from dflash_jax.infer.engine.calls import Decode
 from dflash_jax.infer.engine.engine_config import EngineConfig
 from dflash_jax.infer.engine.prompts import BesideShape, PrefillCost, PrefillShape
@@ -235,8 +235,8 @@ def test_it_is_left_where_it_does_not_pay(directory, target, monkeypatch):
     costs = {PrefillShape(1, 32): PrefillCost(0.005), PrefillShape(4, 32): PrefillCost(0.016)}  # for 32 tokens 4 ms
     for beside, pays in ((0.0139, True), (0.0141, False)):
         times = {name: beside if name.reads else 0.01 for name in engine.batch.used if isinstance(name, Decode)}
-        monkeypatch.setattr(Slots, "_timed_steps", lambda self, check, enough, times=times: times)
-        monkeypatch.setattr(Slots, "_prefill_cost", lambda self, shape, rounds: costs[shape])
+        monkeypatch.setattr(timing, "timed_steps", lambda slots, check, *, brief, times=times: times)
+        monkeypatch.setattr(timing, "prefill_cost", lambda slots, shape: costs[shape])
         engine.warm_up()
         assert engine.batch.reads_beside is pays
     answers(engine)
