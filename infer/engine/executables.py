@@ -35,6 +35,7 @@ from dflash_jax.kernels import dispatch, verdicts, verify
 
 _log = logging.getLogger("dflash_jax")
 VERSIONS = "flax", "numpy"  # besides those of jax
+UNUSED = 60 * 24 * 3600.0  # seconds after which a program that no start has read is removed
 FOUND = "/jax/compilation_cache/cache_hits"  # event of jax
 # Settings of jax that say where programs are kept and what is logged.
 OF_NO_PROGRAM = (
@@ -69,16 +70,22 @@ def enabled() -> bool:
 
 def path_of(call: Call, options: Options | None = None) -> Path | None:
     """Where the program is or will be kept; None if it is not to be kept: without jax's own cache, on several devices,
-    and for classes from outside of this package.
+    for classes from outside of this package, and where nothing can be written.
 
     Args:
         options: the compiler's.
     """
     try:
-        return _path(call, options, sources) if enabled() and (sources := _sources()) else None
+        path = _path(call, options, sources) if enabled() and (sources := _sources()) else None
+        return path if path is None or path.exists() or _writable(path.parent) else None
     except Exception as error:  # a class of a function, which no name leads to; no home
         _log.debug("a program is not kept", exc_info=error)
         return None
+
+
+def _writable(directory: Path) -> bool:
+    there = next(one for one in (directory, *directory.parents) if one.exists())
+    return there.is_dir() and os.access(there, os.W_OK)
 
 
 def load(path: Path, call: Call) -> Compiled | None:
@@ -87,12 +94,15 @@ def load(path: Path, call: Call) -> Compiled | None:
         written, returns = pickle.loads(zlib.decompress(path.read_bytes()))
         takes = jax.tree.structure((call.given, {}))
         (device,) = _devices(call)
-        return serialize_executable.deserialize_and_load(written, takes, returns, execution_devices=[device])
+        found = serialize_executable.deserialize_and_load(written, takes, returns, execution_devices=[device])
     except Exception as error:  # half a file, or one that this machine cannot run
         _log.debug("a kept program cannot be used", exc_info=error)
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
         return None
+    with contextlib.suppress(OSError):  # of a cache that is only to be read
+        os.utime(path)
+    return found
 
 
 def lower(path: Path, call: Call, options: Options | None = None, *, fresh: bool = False) -> Lowered:
@@ -115,7 +125,8 @@ def compiled(path: Path, program: Lowered, *, fresh: bool = False) -> Compiled |
     """Compiles a program and keeps it, unless something went into it that may be different next time.
 
     None if it is not `fresh`, and jax found it in its own cache: it must be compiled afresh. An executable that was
-    itself read cannot be written again: on a CPU its functions would be missing. Where none can be written, jax's does.
+    itself read cannot be written again: on a CPU its functions would be missing. Where the device's programs cannot be
+    written at all, that of jax is used.
     """
     found = _found_by_jax.count
     executable = program.compile()
@@ -127,9 +138,18 @@ def compiled(path: Path, program: Lowered, *, fresh: bool = False) -> Compiled |
             return executable if fresh else None
         path.parent.mkdir(parents=True, exist_ok=True)
         files.replace(path, zlib.compress(pickle.dumps((written, returns)), 1))
+        _remove_unused(path.parent)
     except Exception as error:  # full, only to be read, or a platform whose programs cannot be written
         _log.debug("a program is not kept", exc_info=error)
     return executable
+
+
+def _remove_unused(directory: Path) -> None:
+    """Removes programs of other versions and settings, which would pile up."""
+    for path in directory.iterdir():
+        with contextlib.suppress(OSError):  # another process removes it, too
+            if time.time() - path.stat().st_mtime > UNUSED:
+                path.unlink()
 
 
 class _Count(threading.local):

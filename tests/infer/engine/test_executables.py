@@ -118,11 +118,11 @@ def test_damaged_files_are_written_again(target, drafter, directory):
         file.write_bytes(damaged)
     jax.clear_caches()
     assert answers(engine(target, drafter)) == expected
-    files = {file: file.stat().st_mtime_ns for file in directory.iterdir()}
+    files = {file: file.stat().st_ino for file in directory.iterdir()}
     assert len(files) == 3
     jax.clear_caches()
     assert answers(engine(target, drafter)) == expected
-    assert {file: file.stat().st_mtime_ns for file in directory.iterdir()} == files
+    assert {file: file.stat().st_ino for file in directory.iterdir()} == files
 
 
 def test_what_jax_found_in_its_own_cache_is_compiled_afresh(target, drafter, directory, monkeypatch):
@@ -188,6 +188,7 @@ def test_processes_one_after_the_other_answer_alike(tmp_path):
 def test_a_directory_that_cannot_be_written_changes_nothing(target, drafter, directory, monkeypatch):
     directory.parent.mkdir()
     directory.write_text("a file where the directory would be")
+    assert path(engine(target, drafter)) is None  # jax's own cache serves
     assert answers(engine(target, drafter))
     assert directory.read_text()
 
@@ -226,3 +227,18 @@ def test_programs_are_kept_where_jax_keeps_its_own(tmp_path):
         for name, value in zip(names, before, strict=True):
             jax.config.update(name, value)
     assert found == [True, False, False]
+
+
+def test_programs_that_no_start_reads_are_removed(target, drafter, directory):
+    answers(engine(target, drafter))
+    read, other = path(engine(target, drafter)), directory / "other"
+    other.write_bytes(b"")
+    (directory / "new").write_bytes(b"")
+    for one in (read, other):
+        os.utime(one, (0, 0))
+    answers(engine(target, drafter))  # reads that one again
+    assert read.stat().st_mtime > 0
+    answers(engine(target, drafter, max_length=96))  # keeps others
+    assert read.exists()
+    assert (directory / "new").exists()
+    assert not other.exists()
