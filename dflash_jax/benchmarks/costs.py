@@ -39,10 +39,23 @@ def cost(function: Callable[..., Any], *arguments: Any) -> Cost:
     """The cost of `function(*arguments)`; arguments are pytrees of arrays or their shapes."""
     with using("xla"), whole_caches(), jax.disable_jit(False):
         closed = jax.make_jaxpr(function)(*arguments)
-    origins: list[int | None] = [i for i, argument in enumerate(arguments) for _ in jax.tree.leaves(argument)]
+    leaves = [(i, leaf) for i, argument in enumerate(arguments) for leaf in jax.tree.leaves(argument)]
+    origins: list[_View | None] = [_View(i, leaf.dtype.itemsize) for i, leaf in leaves]
     count = _Count([0.0] * len(arguments))
     count.visit(closed.jaxpr, origins, 1)
     return Cost(count.flops, tuple(count.read))
+
+
+class _View(NamedTuple):
+    """What a value is a view of.
+
+    Attributes:
+        argument: number of it.
+        itemsize: bytes that each number has there.
+    """
+
+    argument: int
+    itemsize: int
 
 
 class _Count:
@@ -51,9 +64,9 @@ class _Count:
     def __init__(self, read: list[float]):
         self.flops, self.read = 0.0, read
 
-    def visit(self, jaxpr: Any, origins: list[int | None], times: int) -> list[int | None]:
+    def visit(self, jaxpr: Any, origins: list[_View | None], times: int) -> list[_View | None]:
         """Counts a (sub-)program run so many times; returns what its results are views of."""
-        known: dict[Any, int | None] = dict(zip(jaxpr.invars, origins, strict=True))
+        known: dict[Any, _View | None] = dict(zip(jaxpr.invars, origins, strict=True))
         of = lambda x: None if isinstance(x, Literal) else known.get(x)
         for eqn in jaxpr.eqns:
             inputs, name = [of(x) for x in eqn.invars], eqn.primitive.name
@@ -66,7 +79,7 @@ class _Count:
                 self._quantised(eqn, inputs, times)
                 continue
             inner = _inner(eqn, inputs)
-            outputs: list[int | None] = [None] * len(eqn.outvars)
+            outputs: list[_View | None] = [None] * len(eqn.outvars)
             for program, sources, repeated in inner:
                 found = self.visit(program, sources, times * repeated)
                 if name in ("pjit", "jit", "closed_call", "remat2", "checkpoint", "custom_jvp_call"):
@@ -78,7 +91,7 @@ class _Count:
             known.update(zip(eqn.outvars, outputs, strict=True))
         return [of(x) for x in jaxpr.outvars]
 
-    def _experts(self, eqn: Any, inputs: list[int | None], times: int) -> None:
+    def _experts(self, eqn: Any, inputs: list[_View | None], times: int) -> None:
         """Which groups have rows is not known from a trace: so many as if each row had its group by chance."""
         (x, *weights, _), (rows, outputs) = (v.aval for v in eqn.invars), eqn.outvars[0].aval.shape
         groups = weights[0].shape[0]
@@ -86,27 +99,28 @@ class _Count:
         hit = 1 - (1 - 1 / groups) ** rows
         for weight, origin in zip(weights, inputs[1:-1], strict=True):  # one array, or what a quantized weight has
             if origin is not None:
-                self.read[origin] += hit * weight.size * weight.dtype.itemsize * times
+                self.read[origin.argument] += hit * weight.size * weight.dtype.itemsize * times
 
-    def _quantised(self, eqn: Any, inputs: list[int | None], times: int) -> None:
+    def _quantised(self, eqn: Any, inputs: list[_View | None], times: int) -> None:
         """A product with a quantized weight, of which all arrays are read."""
         x, out = eqn.invars[0].aval, eqn.outvars[0].aval
         self.flops += 2.0 * out.size * x.shape[-1] * times
         for operand, origin in zip(eqn.invars, inputs, strict=True):
             if origin is not None:
-                self.read[origin] += operand.aval.size * operand.aval.dtype.itemsize * times
+                self.read[origin.argument] += operand.aval.size * operand.aval.dtype.itemsize * times
 
-    def _product(self, eqn: Any, inputs: list[int | None], times: int) -> None:
+    def _product(self, eqn: Any, inputs: list[_View | None], times: int) -> None:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         shape = eqn.invars[0].aval.shape
         terms = float(np.prod([shape[axis] for axis in contracted]))
         self.flops += times * 2 * terms * float(np.prod(eqn.outvars[0].aval.shape))
         for operand, origin in zip(eqn.invars, inputs, strict=True):
             if origin is not None:
-                self.read[origin] += times * operand.aval.size * operand.aval.dtype.itemsize
+                itemsize = min(origin.itemsize, operand.aval.dtype.itemsize)  # a product may read a wider copy
+                self.read[origin.argument] += times * operand.aval.size * itemsize
 
 
-def _inner(eqn: Any, inputs: list[int | None]) -> list[tuple[Any, list[int | None], int]]:
+def _inner(eqn: Any, inputs: list[_View | None]) -> list[tuple[Any, list[_View | None], int]]:
     """Programs inside an operation: each with what its inputs are views of, and how often it runs."""
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":

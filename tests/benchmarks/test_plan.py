@@ -59,6 +59,10 @@ def test_quantised_weights_are_planned_as_they_are_stored(tmp_path, capsys, monk
     assert found["int8"]["weight_bytes"] == pytest.approx(layers + 3 * vocabulary + 2 * fusion, rel=0.01)
     read = {how: figures["bytes_accessed"] for how, figures in found.items()}
     assert read["none"] - read["int8"] == pytest.approx(layers + 2 * vocabulary, rel=0.02)  # two heads, and no table
+    assert plan.main([*files, *given, "--max-length", "1024", "--cache-dtype", "int8"]) == 0
+    figures = json.loads((tmp_path / "f.json").read_text())
+    numbers = 2 * 2 * 8 * 1024 * 128  # keys and values of two layers
+    assert read["int8"] - figures["bytes_accessed"] == pytest.approx(numbers, rel=0.02)
 
 
 def test_how_many_requests_of_what_length(monkeypatch, capsys, tmp_path):
