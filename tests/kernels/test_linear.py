@@ -37,6 +37,7 @@ WEIGHTS = {
     "blocks": lambda: in_blocks(128, 256, 384),
     "ragged blocks": lambda: in_blocks(128, 200, 320),
     "rows of blocks": lambda: in_blocks(1, 96, 256),
+    "offsets": lambda: quantised(drawn(96, 256), "int4").replace(offset=drawn(96, 4, seed=5)),
     "zero points": lambda: quantised(drawn(96, 256), "int4").replace(
         zero=jax.random.randint(jax.random.key(3), (96, 4), 0, 16).astype(jnp.uint8), gain=jnp.exp(drawn(96))
     ),
@@ -46,10 +47,11 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_products_and_their_gradients(name, platform):
+@pytest.mark.parametrize("rows", [(2, 5), (1, 1)])
+def test_products_and_their_gradients(name, rows, platform):
     """By the forms of every platform, which are all XLA's."""
     weight = WEIGHTS[name]()
-    x, cotangent = drawn(2, 5, weight.shape[1], seed=7), drawn(2, 5, weight.shape[0], seed=8)
+    x, cotangent = drawn(*rows, weight.shape[1], seed=7), drawn(*rows, weight.shape[0], seed=8)
     with using(None, platform):
         out, pull = jax.vjp(lambda x: linear(x, weight), x)
         (found,) = pull(cotangent)
