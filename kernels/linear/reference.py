@@ -67,8 +67,8 @@ def _in_groups(weight: Quantised) -> bool:
 
 
 def by_one(x: Float[Array, "1 1 D"], weight: Quantised) -> Float[Array, "1 1 M"]:
-    """Of one row, as a sum of products: there XLA:GPU dequantizes where it adds. For a matrix product it would write the
-    dequantized weight first."""
+    """Of one row, as a sum of products: there XLA:GPU dequantizes where it adds. For a matrix product it would write
+    the dequantized weight first."""
     wide = weight.astype(x.dtype).astype(jnp.float32)
     return jnp.sum(x[0].astype(jnp.float32) * wide, axis=-1)[None, None]
 
