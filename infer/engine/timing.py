@@ -84,20 +84,22 @@ def timed_steps(slots: Slots, check_interrupt: Callable[[], object], *, brief: b
         if i and brief and time.perf_counter() - since > BRIEF:
             break
         busy: list[int] = []
-        for name in times:
-            check_interrupt()
-            rows, nothing = slots.idle(name.rows), Beside([], {}) if name.reads else None
-            if not brief or rows != busy:  # else they go on
-                _release(slots, busy)
-                _occupy(slots, rows, sum(longest.values()) if brief else longest[name], random)
-                busy = rows
-            if i == 0:  # the first visit of a program takes longer
-                slots.decode(name.draft, 1, 0, rows, nothing)
-            slots.wait()
-            begin = time.perf_counter()
-            trace = jax.device_get(slots.decode(name.draft, steps, 0, rows, nothing))
-            times[name].append((time.perf_counter() - begin) / int(np.sum(trace.count.any(axis=1))))
-        _release(slots, busy)
+        try:
+            for name in times:
+                check_interrupt()
+                rows, nothing = slots.idle(name.rows), Beside([], {}) if name.reads else None
+                if not brief or rows != busy:  # else they go on
+                    _release(slots, busy)
+                    busy = rows
+                    _occupy(slots, rows, sum(longest.values()) if brief else longest[name], random)
+                if i == 0:  # the first visit of a program takes longer
+                    slots.decode(name.draft, 1, 0, rows, nothing)
+                slots.wait()
+                begin = time.perf_counter()
+                trace = jax.device_get(slots.decode(name.draft, steps, 0, rows, nothing))
+                times[name].append((time.perf_counter() - begin) / int(np.sum(trace.count.any(axis=1))))
+        finally:  # an interrupted one, too
+            _release(slots, busy)
     return {name: min(measured) for name, measured in times.items()}
 
 

@@ -1,0 +1,34 @@
+"""What is measured when an engine starts leaves nothing behind."""
+
+import numpy as np
+import pytest
+
+from dflash_jax import Engine
+from dflash_jax.infer.engine import timing
+from tests import tiny
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("brief", [False, True])
+def test_an_interrupted_measurement_leaves_all_rows_idle(target, drafter, brief):
+    """As when a request comes to a server."""
+    asked = [tiny.ask(prompt, 12, id=str(i)) for i, prompt in enumerate([[5, 9, 11], [7, 7, 30]])]
+    settings = {"slots": 2, "max_length": 128, "prefill_chunk": 32, "block_size": "auto", "plain": True}
+    engine = Engine(target, drafter, **settings)
+    engine.warm_up()
+    expected = [done.token_ids for done in engine.generate(asked)]
+    for last in (0, 1, 2):  # programs that are timed before
+        calls = []
+
+        def check(calls=calls, last=last):
+            calls.append(None)
+            if len(calls) > last:
+                raise StopError
+
+        with pytest.raises(StopError):
+            timing.step_seconds(engine.batch, check, brief=brief)
+        assert not np.any(engine.batch.state.remaining)
+    assert [done.token_ids for done in engine.generate(asked)] == expected
