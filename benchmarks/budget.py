@@ -89,7 +89,7 @@ def recorded(target: Any, drafter: Any, calibration: Any, of: Sequence[tuple[int
         padded[0, :count] = request.prompt_token_ids
         settings = request.params.on_device(request.id, 0, 0, request.params.max_new_tokens, count)
         where = np.asarray([row]), padded, np.asarray([count]), np.asarray([True])
-        state, first = prefill(target, drafter, begin(state, np.int32(row)), *where, (settings,))
+        state, first = prefill(target, drafter, begin(state, np.int32(row), np.int32(0)), *where, (settings,))
         answers.append([int(first.tokens[0, 0])])
     blocks: list[list[np.ndarray]] = [[] for _ in of]
     scores: list[list[np.ndarray]] = [[] for _ in of]

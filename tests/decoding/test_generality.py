@@ -271,7 +271,7 @@ def started(target, drafter, temperature=0.0, repetition=1.0, presence=0.0):
         chunk = np.zeros(16, np.int32)
         chunk[: len(prompt)] = prompt
         one = np.asarray([row]), chunk[None], np.asarray([len(prompt)]), np.asarray([True])
-        state, _ = prefill(target, drafter, begin(state, np.int32(row)), *one, (settings,))
+        state, _ = prefill(target, drafter, begin(state, np.int32(row), np.int32(0)), *one, (settings,))
     return state
 
 

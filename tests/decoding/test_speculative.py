@@ -53,7 +53,7 @@ def start(target, drafter, prompts, max_new_tokens=100, slots=64, **settings):
             *UNPENALISED,
         )
         one = np.asarray([row]), chunk[None], np.asarray([len(prompt)]), np.asarray([True])
-        state, first = prefill(target, drafter, begin(state, np.int32(row)), *one, (asked,))
+        state, first = prefill(target, drafter, begin(state, np.int32(row), np.int32(0)), *one, (asked,))
         firsts.append(int(first.tokens[0, 0]))
     return state, firsts
 
