@@ -76,7 +76,7 @@ def test_nothing_is_compiled_after_the_start(target, drafter, kept):
     jax.monitoring.register_event_duration_secs_listener(listen)
     engine.warm_up()
     # Chunks of one prompt and of two, three block sizes, a row's beginning and end; copies to and fro.
-    expected = {"prefill": 2, "program": 3, "begin": 1, "release": 1} | ({"keep": 1, "restore": 1} if kept else {})
+    expected = {"prefill": 2, "decode": 3, "begin": 1, "release": 1} | ({"keep": 1, "restore": 1} if kept else {})
     assert {name: compiled.count(f"jit({name})") for name in expected} == expected
     assert engine.programs() == sum(expected.values())
     compiled.clear()
