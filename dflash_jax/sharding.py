@@ -162,7 +162,8 @@ def lookup(table: jax.Array | Quantised, tokens: jax.Array) -> jax.Array:
     rows of its own tokens. The table itself is never gathered.
     """
     rows = table.rows if isinstance(table, Quantised) else table.__getitem__
-    if isinstance(table, Quantised) and tokens.size == 1:  # of one row alone, a TPU copies all of the table
+    # Of one row alone, XLA gathers all of a table that is split, and a TPU copies all of one that is quantized.
+    if tokens.size == 1 and (isinstance(table, Quantised) or current_mesh() is not None):
         return lookup(table, jnp.concatenate([tokens, tokens], axis=1))[:, :1]
     if not gathers():
         return rows(tokens)

@@ -8,25 +8,29 @@ import tracemalloc
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from dflash_jax import Engine, generate, load_drafter, load_target, replay, spec_generate
 from dflash_jax.benchmarks.compiled import collectives
 from dflash_jax.benchmarks.step_times import StepTimes
+from dflash_jax.benchmarks.topologies import compiling_for
 from dflash_jax.checkpoint import Reader, leaves
 from dflash_jax.decoding.state import init_state
 from dflash_jax.decoding.step import speculative_step, step_functions
 from dflash_jax.drafters import KINDS, drafter_config, kind_of
 from dflash_jax.infer.engine import timing
 from dflash_jax.infer.engine.prompts import modelled
-from dflash_jax.mesh import make_mesh, parse_mesh
+from dflash_jax.mesh import entered, make_mesh, parse_mesh
 from dflash_jax.models import FAMILIES, target_config
-from dflash_jax.sharding import auto_mesh, check_layout, pin, spec
+from dflash_jax.sharding import auto_mesh, check_layout, lookup, pin, spec
 from dflash_jax.train.config import TrainConfig
 from dflash_jax.train.data import Example
 from dflash_jax.train.drafters import new_drafter
 from dflash_jax.train.features import FeatureCache, write_features
 from dflash_jax.train.opening import open_run
 from tests import tiny
+from tests.chips import topology
 
 SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 64}
 PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9], [4] * 40, [9, 9]]
@@ -276,6 +280,21 @@ def test_nothing_large_is_gathered(directory):
     # Two sums in every layer, for attention and MLP; of the target's layers, and of the drafter's.
     sums = sum(c["count"] for c in found if c["kind"] == "all-reduce" and c["bytes"] >= hidden)
     assert 2 * (4 + 2) <= sums <= 2 * (4 + 2) + 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["model=4", "fsdp=4"])
+@pytest.mark.parametrize("chip", ["h100:4", "v5e:2x2"])
+def test_the_row_of_one_token_gathers_no_table(chip, axes):
+    """As a plain step of a single sequence looks it up, by real compilers."""
+    devices = topology(chip)
+    where = make_mesh(parse_mesh(axes, devices), devices)
+    split = {"sharding": NamedSharding(where, spec("embed_tokens", 2))}
+    table = jax.ShapeDtypeStruct((4096, 512), np.float32, **split)
+    with compiling_for(chip), entered(where):
+        tokens = jax.ShapeDtypeStruct((1, 1), np.int32, sharding=NamedSharding(where, P()))
+        found = collectives(jax.jit(lookup).lower(table, tokens).compile().as_text())
+    assert max(c["bytes"] for c in found) <= 2 * 512 * 4
 
 
 def test_a_mesh_holds_nothing_twice(tmp_path):
