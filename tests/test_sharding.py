@@ -142,6 +142,26 @@ def test_without_a_drafter(directory, alone):
     assert got.tokens == alone["greedy"].tokens
 
 
+@pytest.mark.slow
+def test_each_program_is_compiled_once(directory):
+    """Though what one gives may name its layouts otherwise than what the next one was compiled for."""
+    where, compiled = mesh("data=2"), []
+
+    def listen(event, seconds, fun_name="", **about):
+        if event.endswith("backend_compile_duration") and fun_name in ("jit(decode)", "jit(prefill)"):
+            compiled.append(fun_name)
+
+    target, drafter = load_target(directory / "target", mesh=where), load_drafter(directory / "drafter", mesh=where)
+    engine = Engine(target, drafter, slots=2, max_length=64, prefill_chunk=32, block_size=[8], plain=True)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        engine.warm_up()
+        engine.generate([tiny.ask([5, 9, 11], 12)])
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(compiled) == len(engine.batch.calls.names) > 1
+
+
 def test_every_parameter_matches_one_rule():
     for name, changes in tiny.FAMILIES.items():
         for tied in (True, False):

@@ -69,7 +69,7 @@ def fastest_options(width: int, inner: int, tokens: int, *, clock: bool = True) 
     options, layer = block_compiler_options(), 12 * width * inner
     if options is None or jax.default_backend() != "cpu" or not clock or layer < LARGE or jax.process_count() > 1:
         return options
-    case = f"{sorted(options)}: products of {tokens} tokens in an MLP of {width} by {inner}, {_processors()} processors"
+    case = f"{sorted(options)}: products of {tokens} tokens in an MLP of {width} by {inner}, {processors()} processors"
     verdict = Verdict(case, sys.modules[__name__])
     known, slower = verdict.known()
     if not known:
@@ -77,7 +77,7 @@ def fastest_options(width: int, inner: int, tokens: int, *, clock: bool = True) 
     return None if slower else options
 
 
-def _processors() -> int:
+def processors() -> int:
     """Those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

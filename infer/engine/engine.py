@@ -146,7 +146,8 @@ class Engine:
             raise ValueError(f"warm_up runs every program on idle slots, but {self.busy} are busy; call it first")
         begin, batch = time.perf_counter(), self.batch
         took = batch.warm_up(batch.calls.first if first else batch.calls.names, check_interrupt, progress)
-        batch.calls.prefills.costs.update(timing.prefill_costs(batch, took, check_interrupt, brief=first))
+        for shape, cost in timing.prefill_costs(batch, took, check_interrupt, brief=first):
+            batch.calls.prefills.costs[shape] = cost
         if self.drafts.auto or batch.to_measure:
             seconds = timing.step_seconds(batch, check_interrupt, brief=first)
             if self.drafts.auto:

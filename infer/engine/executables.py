@@ -30,7 +30,7 @@ from jax.stages import Compiled, Lowered, Wrapped
 import dflash_jax
 from dflash_jax import files, models
 from dflash_jax.decoding.state import TargetModel
-from dflash_jax.infer.engine.compiler_options import Options
+from dflash_jax.infer.engine.compiler_options import Options, processors
 from dflash_jax.kernels import dispatch, verdicts, verify
 
 _log = logging.getLogger("dflash_jax")
@@ -126,7 +126,7 @@ def compiled(path: Path, program: Lowered, *, fresh: bool = False) -> Compiled |
 
     None if it is not `fresh`, and jax found it in its own cache: it must be compiled afresh. An executable that was
     itself read cannot be written again: on a CPU its functions would be missing. Where the device's programs cannot be
-    written at all, that of jax is used.
+    written at all, or the disk has no room for one, that of jax is used.
     """
     found = _found_by_jax.count
     executable = program.compile()
@@ -134,11 +134,16 @@ def compiled(path: Path, program: Lowered, *, fresh: bool = False) -> Compiled |
         return executable
     try:
         written, _, returns = serialize_executable.serialize(executable)
-        if _found_by_jax.count > found:
-            return executable if fresh else None
+        whole, read = zlib.compress(pickle.dumps((written, returns)), 1), _found_by_jax.count > found
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace(path, zlib.compress(pickle.dumps((written, returns)), 1))
-        _remove_unused(path.parent)
+        if read and not fresh:
+            room = path.with_suffix(".room")  # for all of it, or it would be compiled at every start
+            files.replace(room, whole)
+            room.unlink()
+            return None
+        if not read:
+            files.replace(path, whole)
+            _remove_unused(path.parent)
     except Exception as error:  # full, only to be read, or a platform whose programs cannot be written
         _log.debug("a program is not kept", exc_info=error)
     return executable
@@ -183,6 +188,7 @@ def _path(call: Call, options: Options | None, sources: str) -> Path | None:
     with np.printoptions(threshold=2**31):  # or an array in a configuration is cut short
         text = [inspect.unwrap(call.program).__qualname__, str(tree), str(shapes), repr(call.arguments[-call.static :])]
     settings = str(sorted((k, v) for k, v in jax.config.values.items() if not k.startswith(OF_NO_PROGRAM)))
+    settings += f" {processors()} processors" if jax.default_backend() == "cpu" else ""
     how = str(sorted((options or {}).items())), str([device.id for device in devices])
     rests_on = [*verdicts.machine(), *map(metadata.version, VERSIONS), sources, settings, dispatch.state(), *how, *text]
     return files.cache_directory() / "programs" / hashlib.sha256("\0".join(rests_on).encode()).hexdigest()[:32]

@@ -85,6 +85,7 @@ class Slots:
                 made = jax.device_put(made, made.anchor.sharding)
             self._calibration = jax.device_get(made.calibration)
             self.state = jax.block_until_ready(made)  # if there is no memory, say so here
+            self._layout = jax.tree.map(lambda x: x.sharding, made)
             self.prefixes = PrefixCache(self.state, config.prefix_chunks, chunk, self.pages)
 
     def _rows_on_device(self, parts: int) -> int:
@@ -273,7 +274,11 @@ class Slots:
         self.drafts.forget()
 
     def _current(self) -> State:
-        """The state with the table of pages as it is now."""
+        """The state with the table of pages as it is now. On a mesh a program may give the layout of an array another
+        name, for which jax would compile the next program again."""
+        if self.calls.target.mesh is not None:
+            named = lambda x, where: x if x.sharding == where else jax.device_put(x, where)
+            self.state = jax.tree.map(named, self.state, self._layout)
         if self.pages is not None and self.pages.changed:
             table = partial(jax.device_put, self.pages.on_device(), self.state.anchor.sharding)
             caches = (self.state.target_cache, self.state.draft)

@@ -1,7 +1,7 @@
 """How long an engine's programs take, found when it starts: which block pays, and which program reads a prompt."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,28 +17,27 @@ BRIEF = 0.2  # seconds of timing steps after which no further round begins
 
 def prefill_costs(
     slots: Slots, took: Mapping[Name, float], check_interrupt: Callable[[], object] = lambda: None, *, brief: bool
-) -> dict[PrefillShape, PrefillCost]:
-    """What the programs cost that read prompts, if there is a choice.
+) -> Iterator[tuple[PrefillShape, PrefillCost]]:
+    """What the programs cost that read prompts, one after the other, if there is a choice.
 
     Args:
-        took: the seconds that each program took for nothing.
+        took: the seconds that each program took for nothing, at its first run, which takes longer than others.
         check_interrupt: called between programs; what it raises ends the work.
-        brief: take these seconds for the cost, for a single answer.
+        brief: measure empty rows alone, and nothing for a single row, beside which nobody waits.
     """
-    costs: dict[PrefillShape, PrefillCost] = {}
     for name, seconds in took.items():
         if isinstance(name, PrefillShape) and not slots.config.deterministic:
             check_interrupt()
-            costs[name] = PrefillCost(seconds) if brief else prefill_cost(slots, name)
-    return costs
+            alone = brief and slots.count == 1
+            yield name, PrefillCost(seconds) if alone else prefill_cost(slots, name, brief=brief)
 
 
-def prefill_cost(slots: Slots, shape: PrefillShape) -> PrefillCost:
-    """The cost of a program in seconds, by its times for empty rows and for such as are half full."""
+def prefill_cost(slots: Slots, shape: PrefillShape, *, brief: bool = False) -> PrefillCost:
+    """The cost of a program in seconds, by its times for empty rows and, if not `brief`, for such as are half full."""
     arguments, seconds = slots.calls.nothing(shape), []
-    for full in (0, 1):
+    for full in (0,) if brief else (0, 1):
         times = []
-        for _ in range(2):
+        for _ in range(1 if brief else 2):
             for slot in arguments[0].rows.tolist():
                 slots.place(slot, full * _half(slots))
             slots.wait()
@@ -49,7 +48,7 @@ def prefill_cost(slots: Slots, shape: PrefillShape) -> PrefillCost:
         seconds.append(min(times))
     for slot in arguments[0].rows.tolist():
         slots.release(slot)
-    return PrefillCost(seconds[0], max(0.0, seconds[1] - seconds[0]) / _half(slots))
+    return PrefillCost(seconds[0], max(0.0, seconds[-1] - seconds[0]) / _half(slots))
 
 
 def step_seconds(
@@ -109,8 +108,8 @@ def _occupy(slots: Slots, rows: Sequence[int], more: int, random: np.random.Gene
     shape = next(name for name in slots.used if isinstance(name, PrefillShape))
     endless = calls.neutral._replace(remaining=np.int32(np.iinfo(np.int32).max))
     for slot in rows:
-        if slots.pages is not None:  # as far as there are any
-            slots.pages.hold(slot, length + more)
+        for tokens in (length, length + more) if slots.pages is not None else ():
+            slots.pages.hold(slot, tokens)  # if there are so many
         prompt = random.integers(0, calls.target.config.vocab_size, min(shape.tokens, length)).tolist()
         slots.place(slot, length - len(prompt))
         part = calls.prefills.part(slot)

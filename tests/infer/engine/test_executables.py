@@ -142,10 +142,10 @@ def test_what_jax_found_in_its_own_cache_is_compiled_afresh(target, drafter, dir
     assert len(list(directory.iterdir())) == 3
 
 
-@pytest.mark.parametrize("fails", ["serialize", "replaced"])
+@pytest.mark.parametrize("fails", ["serialize", "replaced", "full"])
 def test_where_none_can_be_written_that_of_jax_serves(target, drafter, directory, monkeypatch, fails):
     def refuse(*given):
-        raise ValueError("not on this platform")
+        raise OSError("not on this platform, or the disk is full")
 
     compile, compiled = jax.stages.Lowered.compile, []
 
@@ -156,13 +156,15 @@ def test_where_none_can_be_written_that_of_jax_serves(target, drafter, directory
 
     if fails == "serialize":
         monkeypatch.setattr(executables.serialize_executable, "serialize", refuse)
+    elif fails == "full":
+        monkeypatch.setattr(executables.files, "replace", refuse)
     else:
         monkeypatch.setattr(verify, "_undecided", {"a trial"})
     made = engine(target, drafter)
     monkeypatch.setattr(jax.stages.Lowered, "compile", found)
     made.batch.compile(made.batch.calls.names)
     assert len(compiled) == 3
-    assert not directory.exists()
+    assert not list(directory.glob("*"))
 
 
 @pytest.mark.slow
