@@ -91,7 +91,7 @@ class FourBit(Quantised):
     """Four bits a number, two of them in a byte, the first in its lower half.
 
     Attributes:
-        values: [..., M, D / 2] in uint8.
+        values: [..., M, D / 2] in uint8. Whole numbers are stored 8 smaller, in two's complement.
         scale: of each output and group of inputs, [..., M, G]: numbers, or, in uint8, exponents of 2 plus 127 (E8M0).
         zero: of each output and group, what is subtracted from a whole number; None is 8, or 0 if there are offsets.
         offset: of each output and group, what is subtracted from a number times its scale; None is 0.
@@ -116,16 +116,21 @@ class FourBit(Quantised):
             return "MXFP4" if self.scale.dtype == jnp.uint8 else "NVFP4"
         return "INT4"
 
+    @property
+    def least(self) -> Float[Array, "*E M G"] | None:
+        """What is subtracted from a stored whole number, of each output and group; None is nothing."""
+        if self.zero is not None:
+            return self.zero.astype(jnp.float32) - 8
+        return None if self.offset is None else jnp.full(self.scale.shape, -8.0)
+
     def astype(self, dtype: jnp.dtype) -> Float[Array, "*E M D"]:
         codes = jnp.stack([self.values & 15, self.values >> 4], axis=-1).astype(jnp.int32)
         codes = codes.reshape(*self.scale.shape, -1)
         if self.code == "e2m1":
             numbers = e2m1(codes)
         else:
-            least = 8.0 if self.offset is None else 0.0
-            numbers = codes.astype(jnp.float32) - (
-                least if self.zero is None else self.zero.astype(jnp.float32)[..., None]
-            )
+            numbers = ((codes ^ 8) - 8).astype(jnp.float32)
+            numbers = numbers if (least := self.least) is None else numbers - least[..., None]
         powers = self.scale.dtype == jnp.uint8
         scale = e8m0(self.scale.astype(jnp.int32)) if powers else self.scale.astype(jnp.float32)
         if self.gain is not None:
@@ -214,7 +219,7 @@ def _in_groups(weight: Float[Array, "*E M D"], dtype: jnp.dtype) -> FourBit:
     start = jnp.ones_like(largest), jnp.full_like(largest, jnp.inf)
     share, _ = jax.lax.fori_loop(0, CLIPPED, better, start)
     scale, codes = at(share)
-    numbers = (codes + 8).astype(jnp.uint8).reshape(weight.shape)
+    numbers = codes.astype(jnp.int8).astype(jnp.uint8).reshape(weight.shape) & 15
     return FourBit(numbers[..., ::2] | numbers[..., 1::2] << 4, scale[..., 0].astype(dtype), dtype=dtype)
 
 

@@ -1,7 +1,8 @@
 """Which implementation of a kernel runs.
 
-A kernel is a folder with an implementation per file: `reference` in plain XLA for every platform and case, and Pallas
-kernels that may decline a case, by a function `declines(*arrays) -> str | None` that says why.
+A kernel is a folder with an implementation per file: `reference` in plain XLA for every platform and case, and others
+that may decline a case, by a function `declines(*arrays) -> str | None` that says why: Pallas kernels, and forms in XLA
+that are good on one platform alone.
 
 The policy says how far Pallas kernels are trusted. "xla": not at all. "pallas": they run wherever they serve the case.
 "auto": they do where they give what XLA gives on a small case of the same shape, tried the first time that the shape is
@@ -18,23 +19,23 @@ import jax
 
 from .verify import AnyTrial, Call, trouble
 
-Name = Literal["xla", "tpu", "gpu"]
+Name = Literal["xla", "tpu", "gpu", "xla_gpu"]
 Policy = Literal["auto", "xla", "pallas"]
 VARIABLE = "DFLASH_KERNELS"
-# Preferred on a platform; where it declines or there is none, XLA runs.
-PREFERRED: dict[str, Name] = {"tpu": "tpu", "gpu": "gpu"}
+# Preferred on a platform, the best one first; where all decline or there is none, XLA runs.
+PREFERRED: dict[str, tuple[Name, ...]] = {"tpu": ("tpu",), "gpu": ("gpu", "xla_gpu")}
 _named, _platform = jax.make_user_context(None), jax.make_user_context(None)  # parts of every jit cache key
 _policy = jax.make_user_context(None)
 
 
 @contextmanager
-def using(implementation: Name | None, platform: str | None = None) -> Iterator[None]:
-    """Within, every kernel takes this implementation where it serves the case and the call names none.
+def using(implementation: Name | tuple[Name, ...] | None, platform: str | None = None) -> Iterator[None]:
+    """Within, calls that name no implementation take this one, or the first of these, where it serves the case.
 
     What is compiled for another platform than the one at hand is compiled under its implementation's name, and its own.
     None goes back to what the platform and the policy prefer, and to the platform at hand. What is named is not tried.
     """
-    with _named(implementation), _platform(platform):
+    with _named((implementation,) if isinstance(implementation, str) else implementation), _platform(platform):
         yield
 
 
@@ -74,8 +75,8 @@ def checks() -> bool:
 def prefers(name: Name) -> bool:
     """Whether kernels of this name run where they serve a case, unless they fail a trial."""
     if _named.value is not None:
-        return _named.value == name
-    return PREFERRED.get(platform()) == name and policy() != "xla"
+        return name in _named.value
+    return name in PREFERRED.get(platform(), ()) and policy() != "xla"
 
 
 def _checked(text: str, what: str) -> Policy:
@@ -107,12 +108,12 @@ def choose(
         if why := declines(implementation):
             raise ValueError(f"implementation {implementation!r} does not support this case: {why}")
         return implementations[implementation]
-    name = _named.value or PREFERRED.get(platform(), "xla")
-    if name not in implementations or declines(name):
-        name = "xla"
-    if name != "xla" and _named.value is None and not _allowed(name, implementations[name], trial, call):
-        name = "xla"
-    return implementations[name]
+    for name in _named.value or PREFERRED.get(platform(), ()):
+        if name not in implementations or declines(name):
+            continue
+        if _named.value is not None or _allowed(name, implementations[name], trial, call):
+            return implementations[name]
+    return implementations["xla"]
 
 
 def _allowed(name: Name, kernel: ModuleType, trial: AnyTrial, call: Call) -> bool:

@@ -18,6 +18,7 @@ class Kind(NamedTuple):
     scale: str
     block: tuple[int, int] | None = None
     zero: bool = False
+    offset: bool = False
 
     @classmethod
     def of(cls, weight: Quantised, axes: int = 0) -> "Kind":
@@ -25,7 +26,8 @@ class Kind(NamedTuple):
         sizes, scale = weight.scale.shape[axes:], str(weight.scale.dtype)
         if isinstance(weight, EightBit):
             return cls(weight.form, sizes, scale, weight.block)
-        return cls(weight.form, sizes, scale, zero=isinstance(weight, FourBit) and weight.zero is not None)
+        assert isinstance(weight, FourBit)
+        return cls(weight.form, sizes, scale, None, weight.zero is not None, weight.offset is not None)
 
     def draw(self, key: PRNGKeyArray, shape: tuple[int, ...]) -> Quantised:
         """Random numbers and zero points, and scales of several sizes."""
@@ -42,4 +44,5 @@ class Kind(NamedTuple):
             return EightBit(numbers.astype(small), scale, block=self.block)
         values = jax.random.bits(first, (*shape[:-1], shape[-1] // 2), jnp.uint8)
         zero = jax.random.randint(third, scales, 0, 16).astype(jnp.uint8) if self.zero else None
-        return FourBit(values, scale, zero=zero, code="int4" if self.form == "INT4" else "e2m1")
+        offset = 8 * jnp.exp2(exponent.astype(jnp.float32)) if self.offset else None
+        return FourBit(values, scale, zero=zero, offset=offset, code="int4" if self.form == "INT4" else "e2m1")

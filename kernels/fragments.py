@@ -114,9 +114,9 @@ def words(stored):
     return renamed(step, (f"{stored.shape[1]} bytes",), *[("words", (ROWS, 4), jnp.int32)] * count)(stored)
 
 
-def masked(word, mask: int, more: int):
-    """`word & mask | more`: one instruction, where compilers make two of constants."""
-    step = lambda register: [[instruction(f"lop3.b32 $0, $1, {mask:#x}, {more:#x}, 0xEA;", register)]]
+def masked(word, mask: int, turned: int):
+    """`word & mask ^ turned`: one instruction, where compilers make two of constants."""
+    step = lambda register: [[instruction(f"lop3.b32 $0, $1, {mask:#x}, {turned:#x}, 0x6A;", register)]]
     return renamed(step, ("words",), ("words", (ROWS, 4), jnp.int32))(word)[0]
 
 

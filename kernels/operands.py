@@ -177,8 +177,9 @@ def operand(values, factors: Sequence, weight: Stored):
 
 
 def _integers(word, least):
-    """The pairs of a word's whole numbers, less what is added to make them bfloat16 numbers from 128 on."""
-    return [fragments.pairs(fragments.masked(_shifted(word, -4 * i), 0x000F000F, 0x43004300)) - least for i in range(4)]
+    """The pairs of a word's whole numbers, less what is added to make them bfloat16 numbers from 128 on. Of a number
+    that is stored 8 smaller, in two's complement, that makes the highest bit the other one."""
+    return [fragments.pairs(fragments.masked(_shifted(word, -4 * i), 0x000F000F, 0x43084308)) - least for i in range(4)]
 
 
 def _e2m1(word):

@@ -106,11 +106,14 @@ def compiling_for(name: str) -> AbstractContextManager[None]:
     """Within, programs are traced as on a device of this topology."""
     from dflash_jax.kernels import tensor_cores
     from dflash_jax.kernels.dispatch import using
+    from dflash_jax.kernels.linear import xla_gpu
 
     chip, _ = parse_topology(name)
     if chip not in GPUS:
         return using("tpu", "tpu")
-    return using("gpu" if GPUS[chip].capability == tensor_cores.CAPABILITY else "xla", "gpu")
+    if GPUS[chip].capability == tensor_cores.CAPABILITY:
+        return using(("gpu", "xla_gpu"), "gpu")
+    return using("xla_gpu" if GPUS[chip].capability >= xla_gpu.CAPABILITY else "xla", "gpu")
 
 
 def has_compiler(name: str) -> bool:

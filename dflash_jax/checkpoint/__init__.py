@@ -30,6 +30,7 @@ from .words import Columns as Columns
 from .words import Ordered as Ordered
 from .words import Packed as Packed
 from .words import PackedZeros as PackedZeros
+from .words import Signed as Signed
 from .words import Turned as Turned
 from .words import Unpacked as Unpacked
 from .words import Words as Words

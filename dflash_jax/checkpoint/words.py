@@ -44,6 +44,31 @@ def covering(inside: slice, size: int) -> tuple[slice, slice]:
 
 
 @dataclass(frozen=True)
+class Signed:
+    """Bytes of two whole numbers from 0 to 15 each, as 8 less in two's complement: what `quantised.FourBit` has.
+
+    Attributes:
+        unsigned: the bytes as another source gives them.
+    """
+
+    unsigned: Source
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.unsigned.shape
+
+    @property
+    def stored(self) -> Mapping[str, Expected]:
+        return self.unsigned.stored
+
+    def read(self, read: Read, box: Box) -> np.ndarray:
+        return self.unsigned.read(read, box) ^ np.uint8(0x88)
+
+    def write(self, tensor: np.ndarray) -> dict[str, np.ndarray]:
+        return self.unsigned.write(tensor ^ np.uint8(0x88))
+
+
+@dataclass(frozen=True)
 class Packed:
     """compressed-tensors' words along inputs, beside the shape of the matrix.
 
@@ -280,7 +305,7 @@ class Unpacked:
         else:
             least = 0 if "offset" in found else 8
             zero = found["zero"][..., None].astype(np.float32) if "zero" in found else least
-            numbers = codes.astype(np.float32) - zero
+            numbers = (codes ^ 8).astype(np.float32) - zero
         scale = found["scale"]
         scale = 2.0 ** (scale.astype(np.float32) - 127) if scale.dtype == np.uint8 else scale.astype(np.float32)
         whole = numbers * scale[..., None]

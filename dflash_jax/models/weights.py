@@ -14,6 +14,7 @@ from dflash_jax.checkpoint import (
     QuantisedLeaf,
     Scaled,
     Section,
+    Signed,
     Source,
     Stored,
     Turned,
@@ -162,7 +163,8 @@ def _four(layers: Sequence[Outputs], width: int, form: Format) -> _Parts:
     }
     for layer in layers:
         for name, part in _packed(layer, width, group, form, layers[0].name).items():
-            arrays.setdefault(name, []).append(layer.section(part))
+            signed = name == "values" and form.numbers == "int4"
+            arrays.setdefault(name, []).append(layer.section(Signed(part) if signed else part))
     if form.ordered:
         arrays["order"], dtypes["order"] = [Section(Ordered(layers[0].name, (width,), group))], "int32"
     if form.numbers == "nvfp4":

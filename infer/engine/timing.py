@@ -108,8 +108,9 @@ def _occupy(slots: Slots, rows: Sequence[int], more: int, random: np.random.Gene
     shape = next(name for name in slots.used if isinstance(name, PrefillShape))
     endless = calls.neutral._replace(remaining=np.int32(np.iinfo(np.int32).max))
     for slot in rows:
-        for tokens in (length, length + more) if slots.pages is not None else ():
-            slots.pages.hold(slot, tokens)  # if there are so many
+        if slots.pages is not None:
+            slots.pages.hold(slot, length)
+            slots.pages.hold(slot, length + more)  # if there are so many
         prompt = random.integers(0, calls.target.config.vocab_size, min(shape.tokens, length)).tolist()
         slots.place(slot, length - len(prompt))
         part = calls.prefills.part(slot)

@@ -13,11 +13,11 @@ from dflash_jax.quantised import Quantised
 
 from ..dispatch import Name, choose
 from ..products import product
-from . import mosaic_gpu, pallas_tpu, reference
+from . import mosaic_gpu, pallas_tpu, reference, xla_gpu
 from .reference import dense as dense
 from .trial import Trial
 
-IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu, "gpu": mosaic_gpu}
+IMPLEMENTATIONS = {"xla": reference, "tpu": pallas_tpu, "gpu": mosaic_gpu, "xla_gpu": xla_gpu}
 
 
 @partial(jax.jit, static_argnames="implementation")  # a call by this name in every trace; see `benchmarks.costs`
@@ -26,7 +26,7 @@ def linear(x: Float[Array, "B T D"], weight: Quantised, *, implementation: Name 
     scales; `x` is never quantized to fewer digits than it has.
 
     Args:
-        implementation: "xla", "tpu" or "gpu" (Pallas); see `dispatch`.
+        implementation: "xla", "tpu" or "gpu" (Pallas), or "xla_gpu"; see `dispatch`.
 
     Raises:
         ValueError: the named implementation does not support this case; the message says why.
@@ -38,7 +38,7 @@ def linear(x: Float[Array, "B T D"], weight: Quantised, *, implementation: Name 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _by(kernel: ModuleType, x: Float[Array, "B T D"], weight: Quantised) -> Float[Array, "B T M"]:
-    """What a Pallas kernel gives; weights have no gradient."""
+    """What a kernel gives; weights have no gradient."""
     return kernel.linear(x, weight)
 
 

@@ -89,6 +89,7 @@ def _kernel(even: Ref, odd: Ref, values: Ref, *refs: Ref, code: str, decode, gro
     def chunk(i, total):
         at = pl.ds(pl.multiple_of(i * LANES, LANES), LANES)
         codes = values[:, at].astype(jnp.int32)
+        codes = codes if code == "e2m1" else codes ^ 0x88  # whole numbers are stored 8 smaller
         halves = (codes & 15, even[:, at]), (codes >> 4, odd[:, at])
         first = jax.lax.div(i * CHUNK, jnp.int32(group))
         here = [pltpu.roll(room[...], jax.lax.rem(room.shape[1] - first, room.shape[1]), 1) for room in wide]

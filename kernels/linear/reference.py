@@ -3,7 +3,7 @@
 - A scale for each output multiplies sums. XLA widens the stored numbers where it multiplies them, on GPUs and TPUs.
 - A scale for each block of outputs and inputs multiplies the inputs, once for each block of outputs.
 - Of a single row on a GPU, weights with several scales for an output are dequantized where their products are added
-  (`by_one`).
+  (`by_one`); of a few rows see `xla_gpu`.
 - On CPUs, which would widen all of a weight first, whole numbers are multiplied by whole numbers: the inputs become
   three digits of eight bits each. Their sums are exact, so a row has the same bits beside whatever other rows.
 """
@@ -46,7 +46,7 @@ def _as_stored(x: Float[Array, "B T D"], weight: Quantised) -> Float[Array, "B T
     rows = x.shape[0] * x.shape[1]
     if isinstance(weight, FourBit) and weight.order is not None:
         return linear(x[..., weight.order], weight.replace(order=None))
-    if rows == 1 and platform() == "gpu" and (isinstance(weight, FourBit) or _in_groups(weight)):
+    if rows == 1 and platform() == "gpu" and (isinstance(weight, FourBit) or in_groups(weight)):
         return by_one(x, weight)
     if not isinstance(weight, EightBit):
         return None
@@ -56,20 +56,20 @@ def _as_stored(x: Float[Array, "B T D"], weight: Quantised) -> Float[Array, "B T
         if digits and x.shape[2] < MOST_INPUTS:
             return _by_itself(in_digits(_computed_once(x), weight.values) * scale)
         return product("btd,md->btm", x, weight.values.astype(x.dtype)) * scale
-    if platform() == "cpu" or rows > FEW_ROWS or _in_groups(weight) or x.dtype == jnp.float16:
+    if platform() == "cpu" or rows > FEW_ROWS or in_groups(weight) or x.dtype == jnp.float16:
         return None  # float16 has too few exponents for an input times a scale
     return blocks(x, weight)
 
 
-def _in_groups(weight: Quantised) -> bool:
+def in_groups(weight: Quantised) -> bool:
     """Whether an output has several scales of its own."""
     return isinstance(weight, EightBit) and weight.block is not None and weight.block[0] == 1
 
 
 def by_one(x: Float[Array, "1 1 D"], weight: Quantised) -> Float[Array, "1 1 M"]:
     """Of one row, as a sum of products: there XLA:GPU dequantizes where it adds. For a matrix product it would write
-    the dequantized weight first."""
-    wide = weight.astype(x.dtype).astype(jnp.float32)
+    the dequantized weight first. As in `xla_gpu`, no product of a number and its scale is rounded."""
+    wide = weight.astype(jnp.dtype(jnp.float32))
     return jnp.sum(x[0].astype(jnp.float32) * wide, axis=-1)[None, None]
 
 

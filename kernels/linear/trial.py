@@ -12,7 +12,12 @@ from ..drawn import Kind
 from ..products import FEW_ROWS
 from ..verify import TOLERANCE
 
-ROWS = 8, 64, FEW_ROWS  # one trial stands for all calls with so many or fewer
+ROWS = 8, 16, 32, 64, FEW_ROWS  # one trial stands for all calls with so many or fewer
+
+
+def rows_of(count: int) -> int:
+    """The rows of the trial that stands for a call with so many."""
+    return next((rows for rows in ROWS if count <= rows), count)
 
 
 class Trial(NamedTuple):
@@ -27,8 +32,7 @@ class Trial(NamedTuple):
     @classmethod
     def of(cls, x: Float[Array, "B T D"], weight: Quantised) -> "Trial":
         """The trial of a call with arrays of these shapes."""
-        count = x.shape[0] * x.shape[1]
-        rows = next((rows for rows in ROWS if count <= rows), count)
+        rows = rows_of(x.shape[0] * x.shape[1])
         outputs, inputs = weight.shape[-2:]
         return cls(rows, outputs, inputs, str(x.dtype), Kind.of(weight))
 

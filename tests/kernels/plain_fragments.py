@@ -46,7 +46,7 @@ def plain_fused(a, b, c):
 
 PLAIN = {
     "words": plain_words,
-    "masked": lambda word, mask, more: (word & mask) | more,
+    "masked": lambda word, mask, turned: (word & mask) ^ turned,
     "pairs": plain_pairs,
     "scaled": plain_scaled,
     "twice": plain_twice,

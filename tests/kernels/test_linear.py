@@ -9,7 +9,7 @@ import pytest
 
 from dflash_jax.benchmarks.costs import cost
 from dflash_jax.kernels.dispatch import using
-from dflash_jax.kernels.linear import linear, reference
+from dflash_jax.kernels.linear import linear, reference, xla_gpu
 from dflash_jax.quantised import EightBit, FourBit, each, joined, quantised
 
 FLOAT32 = jnp.dtype("float32")
@@ -36,6 +36,9 @@ WEIGHTS = {
     "int4": lambda: quantised(drawn(96, 256), "int4"),
     "blocks": lambda: in_blocks(128, 256, 384),
     "ragged blocks": lambda: in_blocks(128, 200, 320),
+    "groups of int8": lambda: EightBit(
+        (40 * drawn(96, 256)).astype(jnp.int8), jnp.exp(drawn(96, 8, seed=1)) / 16, block=(1, 32)
+    ),
     "rows of blocks": lambda: in_blocks(1, 96, 256),
     "offsets": lambda: quantised(drawn(96, 256), "int4").replace(offset=drawn(96, 4, seed=5)),
     "zero points": lambda: quantised(drawn(96, 256), "int4").replace(
@@ -59,6 +62,33 @@ def test_products_and_their_gradients(name, rows, platform):
     np.testing.assert_allclose(out, expected, atol=2e-6 * np.abs(expected).max())
     expected = np.asarray(cotangent, np.float64) @ np.asarray(weight.astype(FLOAT32), np.float64)
     np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("rows", [2, 8, 9, 16])
+@pytest.mark.parametrize("name", ["int4", "offsets", "zero points", "ordered", "groups of int8"])
+def test_each_group_by_itself(name, rows):
+    """As on GPUs whose compiler reads four bits; more rows than have sums of a weight's bytes are several products."""
+    weight, x = WEIGHTS[name](), drawn(1, rows, 256, seed=7)
+    expected = exact(x, weight)
+    np.testing.assert_allclose(xla_gpu.linear(x, weight), expected, atol=2e-6 * np.abs(expected).max())
+    products = str(jax.make_jaxpr(xla_gpu.linear)(x, weight)).count("dot_general")
+    assert products == -(-rows // 8)
+    if jax.__version_info__ >= (0, 12) or name == "groups of int8":
+        assert xla_gpu.declines(x, weight) is None
+        assert xla_gpu.declines(drawn(1, 17, 256), weight) == "17 rows; it supports 2 to 16"
+        assert xla_gpu.declines(drawn(1, 1, 256), weight) == "1 rows; it supports 2 to 16"
+    else:
+        assert "it supports 0.12 and later" in xla_gpu.declines(x, weight)
+
+
+def test_what_is_not_multiplied_by_groups():
+    x = drawn(1, 8, 256)
+    for name in ("int8", "fp8", "rows of blocks"):
+        assert "it supports matrices of whole numbers in groups" in xla_gpu.declines(x, WEIGHTS[name]())
+    ragged = EightBit(jnp.zeros((96, 48), jnp.int8), jnp.zeros((96, 2)), block=(1, 32))
+    assert xla_gpu.declines(drawn(1, 8, 48), ragged) == "48 inputs; it supports multiples of 32"
+    mxfp4 = FourBit(jnp.zeros((96, 128), jnp.uint8), jnp.zeros((96, 8), jnp.uint8), code="e2m1")
+    assert "weights in MXFP4" in xla_gpu.declines(x, mxfp4)
 
 
 @pytest.mark.parametrize("largest", [1e-30, 1.0, 1e30])

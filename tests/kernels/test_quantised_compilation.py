@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from dflash_jax.benchmarks import planning, topologies
-from dflash_jax.benchmarks.compiled import memory_bytes, text_of
+from dflash_jax.benchmarks.compiled import collectives, memory_bytes, text_of
 from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.kernels.active_experts import multiply
 from dflash_jax.kernels.linear import linear
@@ -75,7 +75,7 @@ def test_steps_write_no_dequantised_weight(name, changes, quantize, chip):
     sizes = {math.prod(leaf.shape) for leaf in leaves if isinstance(leaf, Quantised)}
     assert len(sizes) >= 4
     with topologies.compiling_for(chip):
-        for block_size in (0, None) if kernel_for(chip) or not four_bits else (0,):  # a block is dequantized first
+        for block_size in (0, None) if kernel_for(chip) or reads_four_bits() or not four_bits else (0,):
             program = planning.compile_step(raws, mesh, 1, 1024, block_size)
             if (text := text_of(program)) is not None:  # libtpu 0.0.52 cannot write down those for v6e
                 assert not [line for size, line in written(text) if size in sizes]
@@ -86,9 +86,33 @@ def test_steps_write_no_dequantised_weight(name, changes, quantize, chip):
             assert program.memory_analysis().temp_size_in_bytes < 4 * logits
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["h100:2", pytest.param("a100:2", marks=pytest.mark.exhaustive)])
+def test_gpus_that_share_a_model_write_no_dequantised_weight(chip):
+    """The kernel does not serve them. In a plain step no table is gathered, either."""
+    if not reads_four_bits():
+        pytest.skip("XLA multiplies numbers of four bits from jax 0.12 on")
+    raws, devices = pair("qwen3-8b-awq", {}, {}), topology(chip)
+    mesh = make_mesh({"data": 1, "fsdp": 1, "model": 2, "expert": 1}, devices)
+    params = planning.shapes(raws, None, 1, 1024)[0].params
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Quantised))
+    sizes = {math.prod(leaf.shape) // 2 for leaf in leaves if isinstance(leaf, Quantised)}
+    with topologies.compiling_for(chip):
+        for block_size in (0, None):
+            program = planning.compile_step(raws, mesh, 1, 1024, block_size)
+            assert not [line for size, line in written(program.as_text()) if size in sizes]
+            assert max(c["bytes"] for c in collectives(program.as_text())) < 2**20
+            assert program.memory_analysis().temp_size_in_bytes < 4 * 4 * (16 + 15) * raws[0]["vocab_size"]
+
+
 def kernel_for(chip):
     """Whether this package has a kernel for products with four bits there."""
     return chip != "h100" or jax.__version_info__ >= (0, 11) if chip[0] in "vh" else False
+
+
+def reads_four_bits():
+    """Whether XLA:GPU multiplies by them; else a block is dequantized first where there is no kernel."""
+    return jax.__version_info__ >= (0, 12)
 
 
 FORMATS = {

@@ -134,7 +134,7 @@ def test_a_kernel_is_tried_once_on_a_machine(place, monkeypatch):
 
     kernel = Fake(0.01)
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
-    monkeypatch.setitem(dispatch.PREFERRED, "cpu", "tpu")
+    monkeypatch.setitem(dispatch.PREFERRED, "cpu", ("tpu",))
     monkeypatch.setitem(api.IMPLEMENTATIONS, "tpu", kernel)
     for _ in range(2):
         with pytest.warns(RuntimeWarning, match="is not used for"):

@@ -46,7 +46,7 @@ class Fake(ModuleType):
 def install(monkeypatch):
     """Makes a kernel the one that this platform prefers."""
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
-    monkeypatch.setitem(dispatch.PREFERRED, "cpu", "tpu")
+    monkeypatch.setitem(dispatch.PREFERRED, "cpu", ("tpu",))
 
     def install(kernel):
         monkeypatch.setitem(api.IMPLEMENTATIONS, "tpu", kernel)
@@ -267,6 +267,25 @@ def test_what_is_named_is_not_tried(install):
     assert kernel.calls == 3
 
 
+@pytest.mark.parametrize("why", ["it declines", "it fails its trial"])
+def test_the_next_one_that_a_platform_prefers(install, monkeypatch, why):
+    """It is tried, too."""
+    first, second, block = install(Fake(1.0)), Fake(1e-7), arguments(T=4)
+    monkeypatch.setitem(dispatch.PREFERRED, "cpu", ("tpu", "xla_gpu"))
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "xla_gpu", second)
+    second.__name__ += "_in_xla"
+    if why == "it declines":
+        first.declines = lambda *arrays: why
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        np.testing.assert_allclose(call(*block), expected(*block), atol=1e-6)
+    assert second.calls == 2  # the trial, and the call
+    assert [len(said), first.calls] == ([0, 0] if why == "it declines" else [1, 1])
+    with dispatch.using(("tpu", "xla_gpu")):
+        found = call(*block)
+    np.testing.assert_allclose(found, expected(*block) + (0 if why == "it declines" else 1), atol=1e-6)
+
+
 def test_nothing_is_tried_for_a_platform_that_is_not_at_hand(install):
     kernel, block = install(Fake(1.0)), arguments()
     with dispatch.using(None, "tpu"):
@@ -299,7 +318,7 @@ address, index, bad = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 jax.distributed.initialize(address, 2, index)
 from dflash_jax.kernels import dispatch
 from tests.kernels.test_verify import Fake, api, arguments, call
-dispatch.PREFERRED["cpu"] = "tpu"
+dispatch.PREFERRED["cpu"] = ("tpu",)
 kernel = api.IMPLEMENTATIONS["tpu"] = Fake(0.5 if index == bad else 0.0)
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")

@@ -44,7 +44,7 @@ def in_int4(E, N, D):
     rng = np.random.default_rng(2)
     numbers = rng.integers(-8, 8, (E, N, D))
     scale = np.asarray(rng.random((E, N, D // 32)) + 0.5, "bfloat16")
-    words = sum((numbers[..., i::8] + 8) << 4 * i for i in range(8)).astype(np.uint32).view(np.uint8)
+    words = sum((numbers[..., i::8] & 15) << 4 * i for i in range(8)).astype(np.uint32).view(np.uint8)
     return FourBit(jnp.asarray(words), jnp.asarray(scale)), numbers * np.repeat(scale.astype(np.float32), 32, axis=2)
 
 

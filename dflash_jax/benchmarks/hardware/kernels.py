@@ -27,7 +27,7 @@ LOOPS = 30  # calls in one program
 
 def implementations() -> list[Name]:
     """XLA, and the one of this package that the device prefers."""
-    return ["xla", *([PREFERRED[backend]] if (backend := jax.default_backend()) in PREFERRED else [])]
+    return ["xla", *PREFERRED.get(jax.default_backend(), ())[:1]]
 
 
 def attention(*, small: bool, dtype: jnp.dtype) -> Iterator[Figures]:
