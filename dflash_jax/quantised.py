@@ -95,7 +95,7 @@ class FourBit(Quantised):
         scale: of each output and group of inputs, [..., M, G]: numbers, or, in uint8, exponents of 2 plus 127 (E8M0).
         zero: of each output and group, what is subtracted from a whole number; None is 8, or 0 if there are offsets.
         offset: of each output and group, what is subtracted from a number times its scale; None is 0.
-        gain: of each output, [..., M]; None is 1.
+        gain: of each output, [..., M]; None is 1. Not beside offsets.
         order: which input each column is of, [..., D]; None is as they come.
         code: whole numbers from 0 to 15 ("int4"), or a sign, two bits of exponent and one of mantissa ("e2m1").
     """

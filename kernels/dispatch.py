@@ -4,9 +4,9 @@ A kernel is a folder with an implementation per file: `reference` in plain XLA f
 that may decline a case, by a function `declines(*arrays) -> str | None` that says why: Pallas kernels, and forms in XLA
 that are good on one platform alone.
 
-The policy says how far Pallas kernels are trusted. "xla": not at all. "pallas": they run wherever they serve the case.
-"auto": they do where they give what XLA gives on a small case of the same shape, tried the first time that the shape is
-met (see `verify`). It is what `set_policy` said, else the environment variable DFLASH_KERNELS, else "auto".
+The policy says how far these others are trusted. "xla": not at all. "pallas": they run wherever they serve the case.
+"auto": they do where they give what `reference` gives on a small case of the same shape, tried the first time that the
+shape is met (see `verify`). It is what `set_policy` said, else the environment variable DFLASH_KERNELS, else "auto".
 """
 
 import os
@@ -108,7 +108,7 @@ def choose(
         if why := declines(implementation):
             raise ValueError(f"implementation {implementation!r} does not support this case: {why}")
         return implementations[implementation]
-    for name in _named.value or PREFERRED.get(platform(), ()):
+    for name in PREFERRED.get(platform(), ()) if _named.value is None else _named.value:
         if name not in implementations or declines(name):
             continue
         if _named.value is not None or _allowed(name, implementations[name], trial, call):

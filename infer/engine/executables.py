@@ -134,16 +134,17 @@ def compiled(path: Path, program: Lowered, *, fresh: bool = False) -> Compiled |
         return executable
     try:
         written, _, returns = serialize_executable.serialize(executable)
-        whole, read = zlib.compress(pickle.dumps((written, returns)), 1), _found_by_jax.count > found
+        if (read := _found_by_jax.count > found) and fresh:
+            return executable
+        whole = zlib.compress(pickle.dumps((written, returns)), 1)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if read and not fresh:
-            room = path.with_suffix(".room")  # for all of it, or it would be compiled at every start
+        if read:
+            room = path.with_suffix(".room")  # about as much as it needs, or it would be compiled at every start
             files.replace(room, whole)
-            room.unlink()
+            room.unlink(missing_ok=True)
             return None
-        if not read:
-            files.replace(path, whole)
-            _remove_unused(path.parent)
+        files.replace(path, whole)
+        _remove_unused(path.parent)
     except Exception as error:  # full, only to be read, or a platform whose programs cannot be written
         _log.debug("a program is not kept", exc_info=error)
     return executable

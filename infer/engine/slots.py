@@ -121,7 +121,15 @@ class Slots:
     ) -> None:
         """Compiles these programs, so many at a time. Another thread may use others meanwhile."""
         with self._on_mesh():
-            compile_all((self.calls.work(name, self._current) for name in names), check_interrupt, progress, at_once)
+            compile_all((self.calls.work(name, self._shapes) for name in names), check_interrupt, progress, at_once)
+
+    def _shapes(self) -> State:
+        """What programs are compiled for. Nothing is read from the device or changed, whatever another thread does."""
+        if self.calls.target.mesh is None:
+            return self.state
+        weak = lambda x: getattr(x, "weak_type", False)  # random keys have none
+        shape = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where, weak_type=weak(x))
+        return jax.tree.map(shape, self.state, self._layout)
 
     def _check_kernels(self) -> None:
         """Checks the kernels of the first programs, before there are caches."""

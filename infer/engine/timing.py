@@ -23,13 +23,13 @@ def prefill_costs(
     Args:
         took: the seconds that each program took for nothing, at its first run, which takes longer than others.
         check_interrupt: called between programs; what it raises ends the work.
-        brief: measure empty rows alone, and nothing for a single row, beside which nobody waits.
+        brief: measure empty rows only; and with a single row nothing, because no other row waits meanwhile.
     """
     for name, seconds in took.items():
         if isinstance(name, PrefillShape) and not slots.config.deterministic:
             check_interrupt()
-            alone = brief and slots.count == 1
-            yield name, PrefillCost(seconds) if alone else prefill_cost(slots, name, brief=brief)
+            single = brief and slots.count == 1
+            yield name, PrefillCost(seconds) if single else prefill_cost(slots, name, brief=brief)
 
 
 def prefill_cost(slots: Slots, shape: PrefillShape, *, brief: bool = False) -> PrefillCost:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from dflash_jax.quantised import EightBit, FourBit, Quantised
 
 from ..dispatch import platform
-from ..products import product
+from ..products import FEW_ROWS, product
 from .reference import in_groups
 from .trial import rows_of
 
@@ -33,7 +33,7 @@ def declines(x: Float[Array, "B T D"], weight: Quantised) -> str | None:
             return f"compute capability {found}; it supports {CAPABILITY}.0 and later"
     if weight.shape[-1] % _group(weight):
         return f"{weight.shape[-1]} inputs; it supports multiples of {_group(weight)}"
-    count, most = x.shape[0] * x.shape[1], PASSES * _at_once(weight)
+    count, most = x.shape[0] * x.shape[1], min(FEW_ROWS, PASSES * _at_once(weight))
     return None if count > 1 and rows_of(count) <= most else f"{count} rows; it supports 2 to {most}"
 
 
