@@ -99,7 +99,7 @@ def test_requests_with_everything_on_a_mesh(directory):
 @pytest.mark.slow
 def test_each_part_of_the_rows_reads_its_own_prompts(directory, monkeypatch):
     """Not every device every prompt: a program reads as many prompts at once as rows are split into parts."""
-    by_model = lambda slots, shape: modelled(shape)
+    by_model = lambda slots, shape, *, brief: modelled(shape)
     monkeypatch.setattr(timing, "prefill_cost", by_model)  # a count that no clock decides
     asked = [tiny.ask([(5 * i + j) % 60 for j in range(200 - i)], 6, id=str(i)) for i in range(8)]
     asked += [tiny.ask([i, 7, 9], 6, 0.8, id=f"short {i}") for i in range(4)]

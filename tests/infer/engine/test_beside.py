@@ -236,7 +236,7 @@ def test_it_is_left_where_it_does_not_pay(directory, target, monkeypatch):
     for beside, pays in ((0.0139, True), (0.0141, False)):
         times = {name: beside if name.reads else 0.01 for name in engine.batch.used if isinstance(name, Decode)}
         monkeypatch.setattr(timing, "timed_steps", lambda slots, check, *, brief, times=times: times)
-        monkeypatch.setattr(timing, "prefill_cost", lambda slots, shape: costs[shape])
+        monkeypatch.setattr(timing, "prefill_cost", lambda slots, shape, *, brief: costs[shape])
         engine.warm_up()
         assert engine.batch.reads_beside is pays
     answers(engine)
