@@ -45,7 +45,7 @@ def covering(inside: slice, size: int) -> tuple[slice, slice]:
 
 @dataclass(frozen=True)
 class Signed:
-    """Bytes of two whole numbers from 0 to 15 each, as 8 less in two's complement: what `quantised.FourBit` has.
+    """Two whole numbers from 0 to 15 in a byte, read as 8 less each, in two's complement, as in `quantised.FourBit`.
 
     Attributes:
         unsigned: the bytes as another source gives them.
