@@ -9,6 +9,7 @@ attention only what surrounds its own kernel is known.
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 from unittest import mock
 
@@ -21,6 +22,7 @@ from jaxlib import _hlo, _jax  # pyright: ignore[reportAttributeAccessIssue] (wi
 
 from dflash_jax.benchmarks.topologies import compiling_for, has_compiler, topology
 from dflash_jax.cache import KV
+from dflash_jax.cache.int8 import Int8KV
 from dflash_jax.chips import CHIPS
 from dflash_jax.infer.interrupt import exit_quietly
 from dflash_jax.kernels.block_attention import attend, reference
@@ -79,23 +81,30 @@ def compile_attention(
     rows: int = 4,
     slots: int = 4096,
     page: int | None = None,
+    codes: bool = False,
 ) -> Compiled:
-    """The program of `attend` at this shape, with a cache of `rows` rows and `slots` positions, in pages of so many."""
+    """The program of `attend` at this shape, with a cache of `rows` rows and `slots` positions, in pages of so many;
+    with keys and values as codes of 8 bits, if asked for."""
     T, N, K, H = shape[:4]
     spec = _arrays_on(device, dtype)
+    kept = partial(spec, dtype=jnp.int8 if codes else dtype)
 
-    def call(q, positions, k, v, cache, lengths, sinks, pages):
+    def call(q, positions, k, v, cache, lengths, sinks, pages, scales):
         options = {"window": shape.window, "softcap": shape.softcap, "implementation": implementation}
         options |= {"visible": "causal" if shape.causal else "full", "sinks": sinks if shape.sinks else None}
-        return attend(q, positions, k, v, cache, lengths, pages=pages, **options)
+        return attend(q, positions, k, v, cache, lengths, pages=pages, scales=scales, **options)
 
     positions, lengths = spec(rows, T, dtype=jnp.int32), spec(rows, dtype=jnp.int32)
-    block = spec(rows, T, N, H), positions, spec(rows, K, T, H), spec(rows, K, T, H)
-    keys, pages = spec(rows, K, slots, H), None
+    block = spec(rows, T, N, H), positions, kept(rows, K, T, H), kept(rows, K, T, H)
+    places, pages, scales = (rows, K, slots), None, None
     if page is not None:
-        keys, pages = spec(rows * slots // page, K, page, H), spec(rows, slots // page, dtype=jnp.int32)
+        places, pages = (rows * slots // page, K, page), spec(rows, slots // page, dtype=jnp.int32)
+    keys = kept(*places, H)
     cache = KV(keys, keys)  # pyright: ignore[reportArgumentType] (shapes stand for arrays)
-    return jax.jit(call).lower(*block, cache, lengths, spec(N), pages).compile()
+    if codes:
+        scales = spec(rows, K, T, 2, dtype=jnp.float32)
+        cache = Int8KV(keys, keys, scales=spec(*places, 2, dtype=jnp.float32))  # pyright: ignore (as above)
+    return jax.jit(call).lower(*block, cache, lengths, spec(N), pages, scales).compile()
 
 
 def _arrays_on(

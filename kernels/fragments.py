@@ -36,7 +36,9 @@ def arranged(x: Float[Array, "*B D"], bits: int, words: int) -> Float[Array, "*B
 
 def layout(name: str):
     """A layout of Mosaic's, of 64 rows: "64 bytes" or "32 bytes", "words" of [64, 4], "operand" of [64, 8 n], "single",
-    which has a register for every number; "1", "2" or "4" columns, each for as many threads as are left."""
+    which has a register for every number; "1", "2" or "4" columns, each for as many threads as are left; "codes" of
+    [64, 64 n], eight neighbors to a thread; "column", a number for each column of an operand, and "two", two of them.
+    """
     from jax.experimental.mosaic.gpu import fragmented_array as mosaic
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -44,9 +46,18 @@ def layout(name: str):
         return plgpu.Layout.WGMMA
     if name == "1":
         return plgpu.Layout.WGMMA.reduce(1)
+    if name == "column":
+        return plgpu.Layout.WGMMA.reduce(0)
+    if name == "two":
+        every = mosaic.Replicated(4), mosaic.Replicated(8)
+        tiling = mosaic.Tiling(((16,), (4,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=every[:1], lane_dims=(every[1], -2), vector_dim=-1)
     if name == "single":
         tiling = mosaic.Tiling(((64, 8), (16, 8), (8, 8), (2,), (1,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-8,), lane_dims=(-4, -3), vector_dim=-1)
+    if name == "codes":
+        tiling = mosaic.Tiling(((64, 64), (16, 64), (4, 64), (8,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
     columns, vector, threads = {
         "64 bytes": (64, 16, ()),
         "32 bytes": (32, 8, ()),
@@ -160,6 +171,19 @@ def fused(a, b, c):
     """`a * b + c` of bfloat16 operands, rounded once: one instruction, where compilers make several in float32."""
     step = lambda *registers: [[instruction("fma.rn.bf16x2 $0, $1, $2, $3;", *registers)]]
     return renamed(step, ("operand",) * 3, ("operand", a.shape, a.dtype))(a, b, c)[0]
+
+
+def unzipped(x):
+    """The even and the odd ones of numbers in the layout "two"."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import vector
+
+    def step(register):
+        both = ir.VectorType.get((2,), ir.F32Type.get())
+        numbers = [vector.extract(register, [], [i]) for i in range(4)]
+        return [[vector.from_elements(both, numbers[i::2])] for i in range(2)]
+
+    return renamed(step, ("two",), *[("column", (x.shape[0] // 2,), x.dtype)] * 2)(x)
 
 
 def joined(parts):

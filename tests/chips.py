@@ -23,8 +23,8 @@ def topology(name: str):
         pytest.skip(str(error))
 
 
-def compile_attention(chips, implementation, name, dtype=jnp.bfloat16, rows=4, slots=4096, page=None):
+def compile_attention(chips, implementation, name, dtype=jnp.bfloat16, rows=4, slots=4096, page=None, codes=False):
     """`attend` at one of the real shapes."""
     return compiled_attention.compile_attention(
-        topology(chips)[0], SERVED[name], implementation, dtype, rows, slots, page
+        topology(chips)[0], SERVED[name], implementation, dtype, rows, slots, page, codes
     )

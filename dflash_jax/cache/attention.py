@@ -6,7 +6,7 @@ pages of a row.
 """
 
 from collections.abc import Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ class Fresh(struct.PyTreeNode):
     v: Float[Array, "B K T Hv"] | None
     joined: Joined | None = None
 
-    def parts(self) -> tuple[Array | Part, Array | Part | None]:
+    def parts(self) -> tuple[Array | Part | None, ...]:
         """Keys and values as a cache is given them."""
         if self.joined is None or self.v is None:
             return self.k, self.v
@@ -52,6 +52,15 @@ class Fresh(struct.PyTreeNode):
             return P(None, None, None, split_evenly(x.shape[3], HEADS))
 
         return jax.tree.map(axes, self)
+
+
+@runtime_checkable
+class AnyFresh(Protocol):
+    """What a pass found for an entry, as the entry holds it."""
+
+    def parts(self) -> tuple[Array | Part | None, ...]:
+        """The arrays for each of the entry's."""
+        ...
 
 
 class KV(struct.PyTreeNode):
@@ -140,12 +149,21 @@ class KV(struct.PyTreeNode):
         """Keys and values, as a snapshot has them."""
         return Fresh(self.k, self.v)
 
+    def parts(self) -> tuple[Array | None, ...]:
+        """The same as the writer is given them, beside those of a block."""
+        return self.k, self.v
+
+    def having(self, *parts: Array | None) -> Self:
+        """The entry with other arrays."""
+        k, v = parts
+        return self.replace(k=k, v=v)
+
     def begin(self, row: Int[Array, ""]) -> Self:
         """As it is: what lies beyond a row's length is never read."""
         return self
 
     def commit(
-        self, fresh: Fresh, lengths: Rows, kept: Rows, *, path: Path | None = None, rows: Rows | None = None
+        self, fresh: AnyFresh, lengths: Rows, kept: Rows, *, path: Path | None = None, rows: Rows | None = None
     ) -> Self:
         """What does not fit is dropped."""
         return commit_alike([self], [fresh], lengths, kept, path=path, rows=rows)[0]
@@ -196,7 +214,7 @@ Alike = TypeVar("Alike", bound=KV)
 
 def commit_alike(
     entries: Sequence[Alike],
-    fresh: Sequence[Fresh],
+    fresh: Sequence[AnyFresh],
     lengths: Rows,
     kept: Rows,
     *,
@@ -204,8 +222,8 @@ def commit_alike(
     rows: Rows | None = None,
 ) -> list[Alike]:
     """`KV.commit` of entries of one shape, which a device may write at once."""
-    caches, blocks = [(entry.k, entry.v) for entry in entries], [block.parts() for block in fresh]
+    caches, blocks = [entry.parts() for entry in entries], [block.parts() for block in fresh]
     first, where = entries[0], entries[0].places(rows)
     how = {"path": path, "ring": first.ring}
     written = append(caches, blocks, lengths, kept, where["rows"], pages=where.get("pages"), **how)
-    return [entry.replace(k=k, v=v) for entry, (k, v) in zip(entries, written, strict=True)]
+    return [entry.having(*parts) for entry, parts in zip(entries, written, strict=True)]

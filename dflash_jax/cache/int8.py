@@ -11,12 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
-from dflash_jax.cache.attention import KV, Fresh, Path, Rows
-from dflash_jax.kernels.block_attention import attend, widened
-from dflash_jax.kernels.cache_update import append
+from dflash_jax.cache.attention import KV, Fresh, Rows
+from dflash_jax.kernels.block_attention import attend
 from dflash_jax.mesh import HEADS, ROWS, split_evenly
 
 
@@ -38,10 +36,9 @@ class Codes(struct.PyTreeNode):
         (k, of_keys), (v, of_values) = map(_coded, (fresh.k, fresh.v))
         return cls(k, v, jnp.concatenate([of_keys, of_values], axis=-1))
 
-    def widened(self, dtype: DTypeLike) -> Fresh:
-        """What they stand for."""
-        keys, values = jnp.split(self.scales, 2, axis=-1)
-        return Fresh(widened(self.k, keys, dtype), widened(self.v, values, dtype))
+    def parts(self) -> tuple[Array, ...]:
+        """Codes and scales as a cache is given them."""
+        return self.k, self.v, self.scales
 
     def partition(self) -> "Codes":
         """The mesh axes of a snapshot's arrays: heads that a mesh cannot split lie on every device."""
@@ -80,26 +77,23 @@ class Int8KV(KV):
         self, q: Float[Array, "B T N H"], positions: Int[Array, "B T"], fresh: Codes, lengths: Rows, **settings: Any
     ) -> Float[Array, "B T N Hv"]:
         """See `KV.attend`."""
-        wide = fresh.widened(q.dtype)
-        assert wide.v is not None
         settings |= self.places(settings.get("rows"))
-        return attend(q, positions, wide.k, wide.v, self, lengths, **settings)
-
-    def commit(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, fresh: Codes, lengths: Rows, kept: Rows, *, path: Path | None = None, rows: Rows | None = None
-    ) -> Self:
-        """What does not fit is dropped."""
-        where = self.places(rows)
-        how = {"path": path, "ring": self.ring, "pages": where.get("pages")}
-        k, v = append((self.k, self.v), (fresh.k, fresh.v), lengths, kept, where["rows"], **how)
-        (scales,) = append((self.scales,), (fresh.scales,), lengths, kept, where["rows"], **how)
-        return self.replace(k=k, v=v, scales=scales)
+        return attend(q, positions, fresh.k, fresh.v, self, lengths, scales=fresh.scales, **settings)
 
     @property
     def arrays(self) -> Codes:
         """See `KV.arrays`."""
         assert self.scales is not None
         return Codes(self.k, self.v, self.scales)
+
+    def parts(self) -> tuple[Array | None, ...]:
+        """See `KV.parts`."""
+        return self.k, self.v, self.scales
+
+    def having(self, *parts: Array | None) -> Self:
+        """See `KV.having`."""
+        k, v, scales = parts
+        return self.replace(k=k, v=v, scales=scales)
 
     def partition(self) -> Self:
         """Rows and heads are split."""

@@ -5,4 +5,3 @@ from .api import attend as attend
 from .api import together as together
 from .mosaic_gpu import Joined as Joined
 from .reference import expand as expand
-from .reference import widened as widened

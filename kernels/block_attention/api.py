@@ -6,7 +6,7 @@ positions). A block that attends to itself has T = F.
 """
 
 from functools import partial
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +42,8 @@ JOINED = 1024  # positions of a block that is made as one array, at most
 
 @runtime_checkable
 class KeysAndValues(Protocol):
-    """Committed keys and values of one layer; or latents in the place of keys, and no values (see `attend`). Codes of 8
-    bits have an attribute `scales` [R, K, S, 2] beside, of keys and of values."""
+    """Committed keys and values of one layer; or latents in the place of keys, and no values (see `attend`). Beside codes
+    of 8 bits there are `scales` [R, K, S, 2], those of the keys and of the values."""
 
     @property
     def k(self) -> Num[Array, "R K S H"]: ...
@@ -54,8 +54,8 @@ class KeysAndValues(Protocol):
 def attend(
     q: Float[Array, "B T N H"],
     positions: Int[Array, "B T"],
-    k: Float[Array, "B K F H"],
-    v: Float[Array, "B K F Hv"],
+    k: Num[Array, "B K F H"],
+    v: Num[Array, "B K F Hv"],
     cache: KeysAndValues,
     lengths: Int[Array, " B"],
     *,
@@ -69,6 +69,7 @@ def attend(
     starts: Int[Array, "B T"] | None = None,
     key_positions: Int[Array, "B F"] | None = None,
     up: Float[Array, "N U C"] | None = None,
+    scales: Float[Array, "B K F 2"] | None = None,
     joined: mosaic_gpu.Joined | None = None,
     implementation: Name | None = None,
 ) -> Float[Array, "B T N Hv"]:
@@ -105,6 +106,7 @@ def attend(
         key_positions: absolute positions of the fresh keys; None where they are those of the queries. Only a window and
             `starts` ask for them.
         up: what makes keys and values of every query head from what the cache holds; fresh ones are made already.
+        scales: of fresh keys and values that are codes, as those of the cache are.
         joined: the same queries, keys and values `together`, if there is such a thing.
         implementation: "xla", "tpu" (Pallas) or "gpu" (Pallas on Hopper); see `dispatch`.
 
@@ -121,7 +123,7 @@ def attend(
     if at.shape[1] != k.shape[2] and not (window is None and starts is None):
         raise ValueError("with fewer queries than fresh keys, a window and `starts` need `key_positions`")
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
-    cache_k, cache_v, scales = cache.k, cache.v, getattr(cache, "scales", None)
+    cache_k, cache_v, cache_scales = cache.k, cache.v, getattr(cache, "scales", None)
     if up is not None and cache_k.shape[2] == 0:  # nothing to expand
         cache_k, cache_v = (jnp.zeros((*cache_k.shape[:1], *x.shape[1:2], 0, x.shape[3]), x.dtype) for x in (k, v))
         up = None
@@ -133,7 +135,8 @@ def attend(
     by_row, by_head = P(block_rows), P(heads)
     kind = visible if isinstance(visible, str) else "one for each row" if visible.ndim == 3 else "one for all rows"
     options = {"visible": kind, "window": window, "softcap": softcap, "scale": factor, "apart": cache_v is not None}
-    given = {"sinks": sinks is not None, "starts": starts is not None, "joined": joined is not None}
+    given = {name: x is not None for name, x in (("sinks", sinks), ("starts", starts), ("joined", joined))}
+    given["codes"] = scales is not None
     trial = partial(Trial.of, pages=None if pages is None else pages.shape[1], **given, **options)
     chosen_for = partial(choose, implementation=implementation, call=attend)
     alone = isinstance(visible, str) and visible == "causal" and cache_k.shape[2] == 0 and key_positions is None
@@ -153,23 +156,26 @@ def attend(
         low = jnp.maximum(0 if low is None else low, positions - window + 1)
     serving = IMPLEMENTATIONS if up is None else EXPANDING
 
-    def local(q, k, v, cache_k, cache_v, scales, up, lengths, low, mask, sinks, rows, pages):
+    def local(q, k, v, cache_k, cache_v, scales, cache_scales, up, lengths, low, mask, sinks, rows, pages):
         arrays = q, v, cache_k, cache_v
         chosen = chosen_for(serving, *arrays, trial=trial(*arrays[:3]))
         rows, here = local_rows(rows, cache_k.shape[0], cache_rows)
         if pages is not None:
             pages, here = local_pages(pages, cache_k.shape[0], cache_rows)
         lengths = jnp.where(here, lengths, 0)
-        more = {name: x for name, x in (("up", up), ("scales", scales)) if x is not None}
+        more: dict[str, Any] = {} if scales is None else {"scales": (scales, cache_scales)}
+        if up is not None:
+            more["up"] = up
         if chosen is mosaic_gpu:
-            more = {"joined": joined}
+            more["joined"] = joined
         out = chosen.attend(q, k, v, cache_k, cache_v, lengths, low, mask, factor, softcap, sinks, rows, pages, **more)
         return from_owner(out, here, _without(cache_rows, block_rows))
 
     masks, caches = P(block_rows if mask.shape[0] > 1 else None), P(cache_rows, cache_heads)
-    specs = (queries, keys, keys, caches, caches, caches, by_head, by_row, by_row, masks, by_head, by_row, by_row)
+    block, cached = (queries, keys, keys), (caches, caches)
+    specs = (*block, *cached, keys, caches, by_head, by_row, by_row, masks, by_head, by_row, by_row)
     run = on_each_device(local, specs, queries)
-    return run(q, k, v, cache_k, cache_v, scales, up, lengths, low, mask, sinks, rows, pages)
+    return run(q, k, v, cache_k, cache_v, scales, cache_scales, up, lengths, low, mask, sinks, rows, pages)
 
 
 def together(

@@ -7,8 +7,7 @@ read. The stretches and the sink are merged in XLA. Of so many rows that there i
 and writes where the next product reads.
 """
 
-import math
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,25 +16,24 @@ from flax import struct
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from .. import tensor_cores
+from .. import fragments, tensor_cores
+from .stretches import merged, scaled
 
 HEAD_DIMS = (64, 128, 256)
 ROWS = 64  # queries of a tile: the rows of one WGMMA
 CHUNK = 64  # slots copied at once
 TILE = 8  # rows of a tile in shared memory
 STAGE_BYTES = 64 << 10  # of shared memory for chunks in flight: two blocks share an SM
+CODES_BYTES = 48 << 10  # the same of chunks of codes, beside one chunk of what they stand for
 BLOCKS = 264  # thread blocks that run at once, two on every SM of an H100 or H200: caches are split into no more
 LEAST = 2  # chunks a split must be worth
-WRITTEN_OUT = 16  # splits at most whose results are merged one by one
 WRITTEN = 128  # widest heads whose results the kernel writes in their final form
 MASKED = -1e30
-LOG2_E = math.log2(math.e)
-LOWEST = -(2.0**30)  # exponent of two, of what nothing was seen of
 
 
 def declines(
     q: Float[Array, "B T N H"],
-    v: Float[Array, "B K F Hv"],
+    v: Num[Array, "B K F Hv"],
     cache_k: Num[Array, "R K S H"],
     cache_v: Num[Array, "R K S Hv"] | None,
 ) -> str | None:
@@ -45,8 +43,9 @@ def declines(
     for size in (q.shape[-1], v.shape[-1]):
         if size not in HEAD_DIMS:
             return f"head dim {size}; it supports {', '.join(map(str, HEAD_DIMS))}"
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == v.dtype == cache_k.dtype:
-        return f"queries in {q.dtype}, values in {v.dtype}, cache in {cache_k.dtype}; it supports bfloat16 and float16"
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or not v.dtype == cache_k.dtype in (q.dtype, jnp.int8):
+        kinds = "it supports bfloat16 and float16, or codes of 8 bits"
+        return f"queries in {q.dtype}, values in {v.dtype}, cache in {cache_k.dtype}; {kinds}"
     if cache_k.shape[2] == 0 or cache_k.shape[2] % CHUNK:
         return f"{cache_k.shape[2]} slots; it supports multiples of {CHUNK}"
     return tensor_cores.missing()
@@ -126,8 +125,8 @@ def _tiles(queries: int, keys: int) -> tuple[int, int, int]:
 @partial(jax.jit, static_argnames=("scale", "softcap"), inline=True)  # traced and lowered once for layers alike
 def attend(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B K F H"],
-    v: Float[Array, "B K F Hv"],
+    k: Num[Array, "B K F H"],
+    v: Num[Array, "B K F Hv"],
     cache_k: Num[Array, "R K S H"],
     cache_v: Num[Array, "R K S Hv"],
     lengths: Int[Array, " B"],
@@ -139,8 +138,10 @@ def attend(
     rows: Int[Array, " B"] | None,
     pages: Int[Array, "B M"] | None,
     joined: Joined | None,
+    scales: tuple[Float[Array, "B K F 2"], Float[Array, "R K S 2"]] | None = None,
 ) -> Float[Array, "B T N Hv"]:
-    """See `api.attend`; `low` is the first position a query sees, `mask` what it sees of the block.
+    """See `api.attend`; `low` is the first position a query sees, `mask` what it sees of the block, `scales` those of
+    fresh and of cached keys and values that are codes.
 
     The kernel gives, for each stretch, unnormalized values and sums of exponentials, both divided by 2**n, and n.
     """
@@ -165,7 +166,8 @@ def attend(
         places = Places(tiles * ROWS, block_chunks * width, 0, 0)
     mask = jnp.pad(mask, ((0, 0), (0, more), (0, block_chunks * CHUNK - F))).astype(jnp.int32)
     splits = max(1, min(BLOCKS // (B * K * tiles), S // CHUNK // LEAST))
-    depth = max(2, min(6, STAGE_BYTES // (CHUNK * (H + Hv) * q.dtype.itemsize), S // CHUNK))
+    stage_bytes = STAGE_BYTES if scales is None else CODES_BYTES
+    depth = max(2, min(6, stage_bytes // (CHUNK * (H + Hv) * cache_k.dtype.itemsize), S // CHUNK))
     first = jnp.where(lengths > S, 0, jnp.minimum(jnp.min(low[:, :Q], axis=1), lengths) // CHUNK)
     chunks = jnp.maximum(0, -(-jnp.minimum(lengths, S) // CHUNK) - first)
     scalars = jnp.concatenate([jnp.stack([lengths, first, chunks], axis=1), pages], axis=1).astype(jnp.int32)
@@ -175,12 +177,19 @@ def attend(
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     scratch = {
         "q_smem": plgpu.SMEM((ROWS, H), q.dtype, transforms=swizzled),
-        "k_smem": plgpu.SMEM((depth, CHUNK, H), q.dtype, transforms=swizzled),
-        "v_smem": plgpu.SMEM((depth, CHUNK, Hv), q.dtype, transforms=swizzled),
+        "k_smem": plgpu.SMEM((depth, CHUNK, H), k.dtype, transforms=swizzled if scales is None else ()),
+        "v_smem": plgpu.SMEM((depth, CHUNK, Hv), v.dtype, transforms=swizzled if scales is None else ()),
         "low_smem": plgpu.SMEM((ROWS,), jnp.int32),
         "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=depth),
         "q_arrived": plgpu.Barrier(num_arrivals=2),
     }
+    if scales is not None:
+        fresh, cached = scales
+        fresh = jnp.pad(fresh, ((0, 0), (0, 0), (0, block_chunks * CHUNK - F), (0, 0)))
+        block += [x.reshape(*x.shape[:2], -1) for x in (fresh, cached)]
+        scratch["scales_smem"] = plgpu.SMEM((depth, 2 * CHUNK), jnp.float32)
+        scratch["arrived"] = plgpu.Barrier(num_arrivals=3, num_barriers=depth)
+        scratch["wide_smem"] = plgpu.SMEM((CHUNK, max(H, Hv)), q.dtype, transforms=swizzled)
     if finished:
         results = (jax.ShapeDtypeStruct((B, T, N, Hv), q.dtype),)
         scratch["out_smem"] = plgpu.SMEM((ROWS, Hv), q.dtype)
@@ -215,55 +224,14 @@ def attend(
     return out.reshape(B, K, G, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)
 
 
-def merged(
-    out: Float[Array, "B K _ Q Hv"],
-    exponent: Float[Array, "B K _ Q"],
-    total: Float[Array, "B K _ Q"],
-    sinks: Float[Array, "1 K Q"] | None,
-) -> tuple[Float[Array, "B K Q Hv"], Float[Array, "B K Q"]]:
-    """Unnormalized values and sums of exponentials of all stretches together, all divided by the same 2**n.
-
-    XLA makes a single kernel of that if few stretches are written out one by one, and if their weights are cheap: it
-    computes them again for each value. Exponentials would get a launch of their own. Powers of two are shifts.
-    """
-    few = range(exponent.shape[2]) if exponent.shape[2] <= WRITTEN_OUT else ()
-    highest = reduce(jnp.maximum, [exponent[:, :, i] for i in few]) if few else jnp.max(exponent, axis=2)
-    of_sinks = None if sinks is None else scaled(sinks)
-    if of_sinks is not None:
-        highest = jnp.maximum(highest, of_sinks[1])
-    if few:
-        weights = [_power_of_two(exponent[:, :, i] - highest) for i in few]
-        values = reduce(jnp.add, [weight[..., None] * out[:, :, i] for i, weight in enumerate(weights)])
-        sums = reduce(jnp.add, [weight * total[:, :, i] for i, weight in enumerate(weights)])
-    else:
-        weights = _power_of_two(exponent - highest[:, :, None])
-        values, sums = jnp.sum(weights[..., None] * out, axis=2), jnp.sum(weights * total, axis=2)
-    if of_sinks is None:
-        return values, sums
-    return values, sums + of_sinks[0] * _power_of_two(of_sinks[1] - highest)
-
-
-def scaled(score: Float[Array, "*S"]) -> tuple[Float[Array, "*S"], Float[Array, "*S"]]:
-    """A score's exponential as `x * 2**n`: x, between 1/2 and 2, and n, a whole number.
-
-    The error of x is about that of a rounding of the score.
-    """
-    exponent = jnp.maximum(score * LOG2_E, LOWEST).astype(jnp.int32).astype(jnp.float32)
-    return jnp.exp(score - exponent / LOG2_E), exponent
-
-
-def _power_of_two(exponent: Float[Array, "*S"]) -> Float[Array, "*S"]:
-    """2**n for whole numbers n <= 0; 0 below n = -126."""
-    return jax.lax.bitcast_convert_type(jnp.maximum(exponent + 127, 0).astype(jnp.int32) << 23, jnp.float32)
-
-
 def _kernel(
     plgpu, scalars, low, mask, cache_k, cache_v, q, k, v, *more,
-    q_smem, k_smem, v_smem, low_smem, arrived, q_arrived, out_smem=None, sinks_smem=None,
+    q_smem, k_smem, v_smem, low_smem, arrived, q_arrived,
+    scales_smem=None, wide_smem=None, out_smem=None, sinks_smem=None,
     slots, page, width, block_chunks, depth, splits, places, scale, softcap,
 ):  # fmt: skip
     """One stretch of a row's cache, for a tile of queries of one key-value head: see the module. With `out_smem` it is
-    the only one."""
+    the only one. With `wide_smem` keys and values are codes, which become numbers there."""
     b, head, tile, split = (jax.lax.axis_index(name) for name in ("b", "k", "tile", "split"))
     length, first, chunks = (scalars[b, i] for i in range(3))
     rows, (C, Hv) = pl.ds(tile * ROWS, ROWS), v_smem.shape[1:]
@@ -272,8 +240,15 @@ def _kernel(
     count = first + jnp.minimum((split + 1) * share, chunks) - begin
     end = count + jnp.where(split == splits - 1, block_chunks, 0)  # the last stretch goes on with the block
 
+    codes = scales_smem is not None
+    scales, cache_scales, *more = more if codes else (None, None, *more)
+
     def fetch(i):
         stage = jax.lax.rem(i, jnp.int32(depth))
+
+        def copy_scales(ref, first):
+            if codes:
+                plgpu.copy_gmem_to_smem(ref.at[pl.ds(2 * first, 2 * C)], scales_smem.at[stage], arrived.at[stage])
 
         def copy(keys, values, size):
             here = pl.ds(0, size)
@@ -287,11 +262,13 @@ def _kernel(
                 which = jax.lax.div(begin + i, jnp.int32(page // C))
                 within = begin + i - which * (page // C)
             of_row, at = scalars[b, 3 + which], pl.ds(within * C, C)
+            copy_scales(codes and cache_scales.at[of_row, head], within * C)
             copy(cache_k.at[of_row, head, at], cache_v.at[of_row, head, at], C)
 
         @pl.when((i >= count) & (i < end))
         def _():
             at = head * places.keys + (i - count) * width
+            copy_scales(codes and scales.at[b, head], (i - count) * C)
             copy(k.at[b, pl.ds(places.first_key + at, width)], v.at[b, pl.ds(places.first_value + at, width)], width)
 
     plgpu.copy_gmem_to_smem(q.at[b, pl.ds(head * places.queries + tile * ROWS, ROWS)], q_smem, q_arrived)
@@ -318,10 +295,26 @@ def _kernel(
         v_smem[stage] = jnp.where(nothing, jnp.zeros_like(values), values)
         plgpu.commit_smem()
 
+    def operand(stored):
+        """Of a product; codes are widened, which is exact, after all warps are done with what was there before."""
+        if not codes:
+            return stored
+        plgpu.commit_smem()
+        wide = wide_smem.at[:, pl.ds(0, stored.shape[1])]
+        wide[...] = tensor_cores.load(stored, layout=fragments.layout("codes")).astype(wide.dtype)
+        plgpu.commit_smem()
+        return wide
+
+    def scales_of(stage, which):
+        """Of a chunk's keys, or of its values."""
+        return fragments.unzipped(tensor_cores.load(scales_smem.at[stage], layout=fragments.layout("two")))[which]
+
     def of_cache(i, stage):
-        @pl.when(((begin + i + 1) * C > length) & (length <= slots))
-        def _():
-            clear(stage, held_by((C, Hv), 0, i) < 0)
+        if not codes:
+
+            @pl.when(((begin + i + 1) * C > length) & (length <= slots))
+            def _():
+                clear(stage, held_by((C, Hv), 0, i) < 0)
 
         def seen():
             held = held_by((ROWS, C), 1, i)
@@ -330,17 +323,20 @@ def _kernel(
         return seen
 
     def of_block(i, stage):
-        if width < C:
+        if width < C and not codes:
             clear(stage, plgpu.broadcasted_iota(jnp.int32, (C, Hv), 0, layout=plgpu.Layout.WGMMA) >= width)
         own_mask = mask.at[b % mask.shape[0], rows, pl.ds((i - count) * C, C)]
         return lambda: tensor_cores.load(own_mask) > 0
+
+    across = lambda x: jax.lax.broadcast_in_dim(x, (ROWS, C), [1])
 
     def visit(look, i, carry):
         acc, top, total = carry
         stage = jax.lax.rem(i, jnp.int32(depth))
         plgpu.barrier_wait(arrived.at[stage])
         sees = look(i, stage)
-        s = tensor_cores.product(q_smem, k_smem.at[stage]) * scale
+        s = tensor_cores.product(q_smem, operand(k_smem.at[stage]))
+        s = s * (across(scales_of(stage, 0) * scale) if codes else scale)
         if softcap is not None:
             s = softcap * jnp.tanh(s / softcap)
         seen = sees()
@@ -350,7 +346,9 @@ def _kernel(
         p = jnp.where(seen, jnp.exp(s - jax.lax.broadcast_in_dim(higher, (ROWS, C), [0])), 0.0)
         total = total * keep + p.sum(axis=1)
         acc = acc * jax.lax.broadcast_in_dim(keep, (ROWS, Hv), [0])
-        acc = tensor_cores.add_product(acc, p.astype(v_smem.dtype), v_smem.at[stage])
+        if codes:
+            p = jnp.where(seen, p * across(scales_of(stage, 1)), 0.0)
+        acc = tensor_cores.add_product(acc, p.astype(q_smem.dtype), operand(v_smem.at[stage]))
         fetch(i + depth - 1)  # into the stage of chunk i - 1, whose products are complete
         return acc, higher, total
 

@@ -29,7 +29,7 @@ MASKED = -1e30  # finite: infinities would turn into NaN where a query sees noth
 
 def declines(
     q: Float[Array, "B T N H"],
-    v: Float[Array, "B K F Hv"],
+    v: Num[Array, "B K F Hv"],
     cache_k: Num[Array, "R K S H"],
     cache_v: Num[Array, "R K S Hv"] | None,
 ) -> str | None:
@@ -39,8 +39,9 @@ def declines(
         return f"head dims {dims} of keys and of values that are a part of them; it supports {LATENT_DIMS}"
     if cache_v is not None and (other := [size for size in dims if size not in HEAD_DIMS]):
         return f"head dim {other[0]}; it supports {', '.join(map(str, HEAD_DIMS))}"
-    if q.dtype not in (jnp.float32, jnp.bfloat16) or cache_k.dtype != q.dtype or v.dtype != q.dtype:
-        return f"queries in {q.dtype}, values in {v.dtype}, cache in {cache_k.dtype}; it supports float32 and bfloat16"
+    if q.dtype not in (jnp.float32, jnp.bfloat16) or not v.dtype == cache_k.dtype in (q.dtype, jnp.int8):
+        kinds = "it supports float32 and bfloat16, or codes of 8 bits"
+        return f"queries in {q.dtype}, values in {v.dtype}, cache in {cache_k.dtype}; {kinds}"
     if cache_k.shape[2] == 0:
         return "the cache has no slots"
     return None
@@ -48,8 +49,8 @@ def declines(
 
 def attend(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B K F H"],
-    v: Float[Array, "B K F Hv"],
+    k: Num[Array, "B K F H"],
+    v: Num[Array, "B K F Hv"],
     cache_k: Num[Array, "R K S H"],
     cache_v: Num[Array, "R K S Hv"] | None,
     lengths: Int[Array, " B"],
@@ -60,8 +61,10 @@ def attend(
     sinks: Float[Array, " N"] | None,
     rows: Int[Array, " B"] | None,
     pages: Int[Array, "B M"] | None,
+    scales: tuple[Float[Array, "B K F 2"], Float[Array, "R K S 2"]] | None = None,
 ) -> Float[Array, "B T N Hv"]:
-    """See `api.attend`; `low` is the first position a query sees, `mask` what it sees of the block."""
+    """See `api.attend`; `low` is the first position a query sees, `mask` what it sees of the block, `scales` those of
+    fresh and of cached keys and values that are codes."""
     B, T, N, H = q.shape
     K, page, F, Hv = *cache_k.shape[1:3], *v.shape[2:]
     if pages is None:  # a row is one page
@@ -71,7 +74,7 @@ def attend(
     tile = T if T * G <= ROWS else max(1, ROWS // G)  # positions of a tile of queries
     tiles = -(-T // tile)
     more, height = tiles * tile - T, tile * G
-    S, chunk = M * page, _chunk(page, heads * (H if cache_v is None else H + Hv) * q.dtype.itemsize)
+    S, chunk = M * page, _chunk(page, heads * (H if cache_v is None else H + Hv) * cache_k.dtype.itemsize)
 
     def fold(x: Array) -> Array:
         """[b, T, n, X] -> [b, tiles, n, tile, X]; positions added at the end see nothing."""
@@ -83,7 +86,7 @@ def attend(
     turned_k = H % LANES != 0
     turned_v = turned_k if cache_v is None else Hv % LANES != 0
     wide = max(F, 8)  # a product with a single column is no matrix product
-    k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, wide - F), (0, 0))) for x in (k, v))
+    k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, wide - F), (0, 0))).astype(q.dtype) for x in (k, v))
     mask = jnp.pad(mask, ((0, 0), (0, 0), (0, wide - F)))
 
     per_query = lambda x: jnp.repeat(fold(x[:, :, None]), G, axis=2).reshape(x.shape[0], tiles, height, x.shape[-1])
@@ -102,6 +105,11 @@ def attend(
 
         return pl.BlockSpec((None, heads, *((width, chunk) if turned else (chunk, width))), index)
 
+    caches = [(cache_k, turned_k), *([] if cache_v is None else [(cache_v, turned_v)])]
+    fresh = [k, v]
+    if scales is not None:  # with slots along the lanes
+        fresh.append(jnp.pad(scales[0], ((0, 0), (0, 0), (0, wide - F), (0, 0))).swapaxes(2, 3))
+        caches.append((scales[1], True))
     of_block = lambda b, h, r, i, *_: (b, h, 0, 0)
     of_queries = lambda b, h, r, i, *_: (b, r, h, 0, 0)
     of_mask = lambda b, h, r, i, *_: (b if mask.shape[0] > 1 else 0, r, 0, 0)
@@ -110,15 +118,13 @@ def attend(
         pl.BlockSpec((None, None, height, 1), lambda b, h, r, i, *_: (b, r, 0, 0)),
         pl.BlockSpec((None, None, height, wide), of_mask),
         pl.BlockSpec((heads, height, 1), lambda b, h, r, i, *_: (h, 0, 0)),
-        pl.BlockSpec((None, heads, wide, H), of_block),
-        pl.BlockSpec((None, heads, wide, Hv), of_block),
-        cache_spec(H, turned_k),
-        *([] if cache_v is None else [cache_spec(Hv, turned_v)]),
+        *(pl.BlockSpec((None, heads, *x.shape[2:]), of_block) for x in fresh),
+        *(cache_spec(x.shape[3], turned) for x, turned in caches),
     ]
-    caches = [(cache_k, turned_k), *([] if cache_v is None else [(cache_v, turned_v)])]
+    scores = {"scale": scale, "softcap": softcap}
     scratch = [pltpu.VMEM((heads, height, width), jnp.float32) for width in (1, 1, Hv)]
     out = pl.pallas_call(
-        partial(_kernel, slots=S, turned_k=turned_k, turned_v=turned_v, scale=scale, softcap=softcap),
+        partial(_kernel, slots=S, turned_k=turned_k, turned_v=turned_v, codes=scales is not None, **scores),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(B, K // heads, tiles, jnp.maximum(jnp.max(count), 1)),
@@ -140,17 +146,18 @@ def attend(
         per_query(bounds[..., None]),
         per_query(mask.astype(jnp.int32)),
         sink,
-        k,
-        v,
+        *fresh,
         *(in_hbm(cache.swapaxes(2, 3) if turned else cache) for cache, turned in caches),
     )
     out = out.reshape(B, tiles, N, tile, Hv).swapaxes(2, 3).reshape(B, tiles * tile, N, Hv)
     return out[:, :T]
 
 
-def _kernel(*refs, slots: int, turned_k: bool, turned_v: bool, scale: float, softcap: float | None):
+def _kernel(*refs, slots: int, turned_k: bool, turned_v: bool, codes: bool, scale: float, softcap: float | None):
     """One chunk of slots of one row of the batch: see the module. All rows of `q[h]` share key-value head h."""
-    lengths, first, count, _, q, low, mask, sink, k, v, cache_k, *cache_v, out, top, total, acc = refs
+    lengths, first, count, _, q, low, mask, sink, k, v, *rest, out, top, total, acc = refs
+    scales, cache_k, *cache_v = rest if codes else (None, *rest)
+    cache_scales = cache_v.pop() if codes else None
     b, i, heads = pl.program_id(0), pl.program_id(3), cache_k.shape[0]
     chunk = cache_k.shape[2 if turned_k else 1]
 
@@ -163,15 +170,18 @@ def _kernel(*refs, slots: int, turned_k: bool, turned_v: bool, scale: float, sof
         dims = ((1,), (1 if turned else 0,)), ((), ())
         return jax.lax.dot_general(x, y, dims, precision=precision(x), preferred_element_type=jnp.float32)
 
-    def visit(h, scores, values, turned, seen):
-        """One step of the online softmax of head h, over scores and visibility [rows, C] and C values."""
-        s = scores * scale
+    def visit(h, scores, values, turned, seen, scales):
+        """One step of the online softmax of head h, over scores and visibility [rows, C] and C values; of codes, also
+        over their scales [heads, 2, C]."""
+        s = scores * (scale if scales is None else scale * scales[h, :1])
         if softcap is not None:
             s = softcap * jnp.tanh(s / softcap)
         s = jnp.where(seen, s, MASKED)
         higher = jnp.maximum(top[h], jnp.max(s, axis=-1, keepdims=True))
         p, keep = jnp.where(seen, jnp.exp(s - higher), 0.0), jnp.exp(top[h] - higher)
         total[h] = keep * total[h] + jnp.sum(p, axis=-1, keepdims=True)
+        if scales is not None:
+            p = jnp.where(seen, p * scales[h, 1:], 0.0)
         acc[h] = keep * acc[h] + dot(p.astype(values.dtype), values, turned)
         top[h] = higher
 
@@ -181,7 +191,7 @@ def _kernel(*refs, slots: int, turned_k: bool, turned_v: bool, scale: float, sof
         total[...] = jnp.where(sink[...] > MASKED, 1.0, 0.0)
         acc[...] = jnp.zeros_like(acc)
         seen = mask[...] != 0
-        each_head(lambda h: visit(h, dot(q[h], k[h], True), v[h], False, seen))
+        each_head(lambda h: visit(h, dot(q[h], k[h], True), v[h], False, seen, scales))
 
     @pl.when(i < count[b])
     def _():
@@ -200,12 +210,17 @@ def _kernel(*refs, slots: int, turned_k: bool, turned_v: bool, scale: float, sof
 
         # What was never written may hold anything, even NaN.
         def values(h):
+            if codes:
+                return cache_v[0][h].astype(q.dtype)  # which is finite
             if cache_v:
                 return jnp.where(written, cache_v[0][h], 0)
             size = v.shape[2]  # of the keys' entries, the first ones
             return jnp.where(written, cache_k[h, :size] if turned_k else cache_k[h, :, :size], 0)
 
-        each_head(lambda h: visit(h, dot(q[h], cache_k[h], not turned_k), values(h), turned_v, seen))
+        def scores(h):
+            return dot(q[h], cache_k[h].astype(q.dtype), not turned_k)
+
+        each_head(lambda h: visit(h, scores(h), values(h), turned_v, seen, cache_scales))
 
     @pl.when(i == pl.num_programs(3) - 1)
     def _():

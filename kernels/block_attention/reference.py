@@ -24,8 +24,8 @@ MASKED = -1e30  # finite: infinities would turn into NaN where a query sees noth
 
 def attend(
     q: Float[Array, "B T N H"],
-    k: Float[Array, "B K F H"],
-    v: Float[Array, "B K F Hv"],
+    k: Num[Array, "B K F H"],
+    v: Num[Array, "B K F Hv"],
     cache_k: Num[Array, "R _ S _"],
     cache_v: Num[Array, "R K S Hv"] | None,
     lengths: Int[Array, " B"],
@@ -37,15 +37,17 @@ def attend(
     rows: Int[Array, " B"] | None,
     pages: Int[Array, "B M"] | None = None,
     up: Float[Array, "N U C"] | None = None,
-    scales: Float[Array, "R K S 2"] | None = None,
+    scales: tuple[Float[Array, "B K F 2"], Float[Array, "R K S 2"]] | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """See `api.attend`; `low` is the first position a query sees, `mask` what it sees of the block, `scales` those of
-    keys and values that are codes.
+    fresh and of cached keys and values that are codes.
 
     Online softmax: block and first chunk of the cache together, then chunk by chunk.
     """
     B, T, N, H = q.shape
     K, (F, Hv), page = k.shape[1], v.shape[2:], cache_k.shape[2]
+    if scales is not None:
+        k, v = widened(k, v, scales[0], q.dtype)
     S = page if pages is None else page * pages.shape[1]
     if S == 0 and K > 1 and B * N * T * F > MOST_SCORES:  # a long block alone, as in training: a head at a time
         by_head = lambda x: jnp.moveaxis(x, 1, 0)[:, :, None]
@@ -81,8 +83,7 @@ def attend(
         else:
             values = keys[..., :Hv] if cache_v is None else _slots(cache_v, rows, pages, start, chunk)
         if scales is not None:
-            of_keys, of_values = jnp.split(_slots(scales, rows, pages, start, chunk), 2, axis=-1)
-            keys, values = widened(keys, of_keys, q.dtype), widened(values, of_values, q.dtype)
+            keys, values = widened(keys, values, _slots(scales[1], rows, pages, start, chunk), q.dtype)
         values = jnp.where(valid[:, None, :, None], values, 0)  # unwritten slots may hold anything, even NaN
         return keys, values, seen
 
@@ -142,10 +143,12 @@ def expand(
 
 
 def widened(
-    codes: Int8[Array, "B K S H"], scales: Float[Array, "B K S 1"], dtype: DTypeLike
-) -> Float[Array, "B K S H"]:
-    """What codes stand for."""
-    return (codes.astype(jnp.float32) * scales).astype(dtype)
+    k: Int8[Array, "B K S H"], v: Int8[Array, "B K S Hv"], scales: Float[Array, "B K S 2"], dtype: DTypeLike
+) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S Hv"]]:
+    """What codes of keys and values stand for."""
+    of_keys, of_values = jnp.split(scales, 2, axis=-1)
+    one = lambda codes, scales: (codes.astype(jnp.float32) * scales).astype(dtype)
+    return one(k, of_keys), one(v, of_values)
 
 
 @contextlib.contextmanager

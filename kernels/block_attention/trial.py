@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Num, PRNGKeyArray
+from jaxtyping import Array, Float, Int8, Num, PRNGKeyArray
 
 from ..dispatch import platform
 from ..pages import in_pages
@@ -18,11 +18,13 @@ LEAST = 512  # slots, however large
 LONG = 512  # queries and keys of a block alone: the largest tile
 WIDTHS = (1, 16, 64, 256)  # of a block after a cache: one trial stands for all up to the next
 TREE_WIDTHS = WIDTHS[2:]  # the same where a mask says what is seen
+STEPS = 32  # of codes to 1
 
 
 class _Entry(NamedTuple):
-    k: Float[Array, "R K S H"]
-    v: Float[Array, "R K S Hv"] | None
+    k: Num[Array, "R K S H"]
+    v: Num[Array, "R K S Hv"] | None
+    scales: Float[Array, "R K S 2"] | None = None
 
 
 class Trial(NamedTuple):
@@ -37,6 +39,7 @@ class Trial(NamedTuple):
         apart: whether the cache has values, besides its keys.
         joined: whether the block is in one array (see `api.together`).
         page: slots of a page, of a cache in pages.
+        codes: whether keys and values are codes of 8 bits.
     """
 
     rows: int
@@ -57,12 +60,13 @@ class Trial(NamedTuple):
     apart: bool = True
     joined: bool = False
     page: int | None = None
+    codes: bool = False
 
     @classmethod
     def of(
         cls,
         q: Float[Array, "B T N H"],
-        v: Float[Array, "B K F Hv"],
+        v: Num[Array, "B K F Hv"],
         cache_k: Num[Array, "R _ S _"],
         pages: int | None = None,
         **options: Any,
@@ -112,6 +116,8 @@ class Trial(NamedTuple):
         sizes = (self.T, self.N, self.H), (self.K, self.F, self.H), (self.K, self.F, self.Hv)
         draw = lambda i, size: jax.random.normal(jax.random.fold_in(key, i), (self.rows, *size), self.dtype)
         q, k, v = (draw(i, size) for i, size in enumerate(sizes))
+        if self.codes:
+            k, v = _coded(k), _coded(v)
         return q, k, v if self.apart else k[..., : self.Hv]
 
     def _attend(self, call: Callable[..., Array], key: PRNGKeyArray, q: Array, k: Array, v: Array) -> Array:
@@ -126,7 +132,12 @@ class Trial(NamedTuple):
             x = jnp.where(written, jax.random.normal(key, (B, self.K, S, width), self.dtype), jnp.nan)
             return jnp.pad(x, ((1, 0), (0, 0), (0, 0), (0, 0)), constant_values=jnp.nan)
 
-        cache = _Entry(cached(keys[0], self.H), cached(keys[1], self.Hv) if self.apart else None)
+        cache, scales = _Entry(cached(keys[0], self.H), cached(keys[1], self.Hv) if self.apart else None), None
+        if self.codes:
+            assert cache.v is not None
+            drawn = jax.random.uniform(keys[2], (B, self.K, F, 2), minval=0.5 / STEPS, maxval=1.5 / STEPS)
+            scales = drawn.astype(jnp.float32)
+            cache = _Entry(_coded(cache.k), _coded(cache.v), jnp.abs(cached(keys[3], 2)).astype(jnp.float32) / STEPS)
         where = {"rows": B - jnp.arange(B)}
         if self.page is not None:
             cache, pages = in_pages(cache, self.page, keys[3])
@@ -152,5 +163,11 @@ class Trial(NamedTuple):
             **where,
             starts=documents[:, F - T :] if self.starts else None,
             key_positions=None if T == F else at,
+            scales=scales,
             joined=join(q, k, v) if self.joined else None,
         )
+
+
+def _coded(x: Float[Array, "B K S H"]) -> Int8[Array, "B K S H"]:
+    """Any codes; of what is NaN, too."""
+    return jnp.round(jnp.nan_to_num(x).astype(jnp.float32) * STEPS).clip(-127, 127).astype(jnp.int8)

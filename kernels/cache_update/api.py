@@ -48,7 +48,8 @@ def append(
     donated, they are updated in place.
 
     Args:
-        caches: keys and values of one layer, or of several that are alike. They differ in their last axis alone.
+        caches: keys and values of one layer, or of several that are alike, and scales of codes. They differ in their
+            last axis and type alone.
         blocks: what each of them gets: an array [B, K, T, _], or a `Part`.
         rows: cache row of each block row; see `block_attention.attend`.
         pages: of caches in pages, in the place of rows (see there). What is written to lies in pages that no other row

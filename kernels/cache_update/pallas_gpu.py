@@ -20,8 +20,8 @@ TILE = 32  # positions of a program
 def declines(caches: Sequence[Num[Array, "R K S _"]], blocks: Sequence[Num[Array, "B K T _"]]) -> str | None:
     """Why these shapes are not served, or None."""
     for cache, block in zip(caches, blocks, strict=True):
-        if cache.dtype != block.dtype or cache.dtype == jnp.int8:
-            return f"block in {block.dtype}, cache in {cache.dtype}; it supports floating-point numbers of one type"
+        if cache.dtype != block.dtype:
+            return f"block in {block.dtype}, cache in {cache.dtype}; it supports one type for both"
         if cache.size >= 2**31 and cache.size * cache.dtype.itemsize <= 2**32:  # in 64 bits beyond
             return f"a cache of {cache.size} numbers, whose places Pallas would count in 32 bits"
     return None

@@ -17,14 +17,14 @@ from ..products import precision
 from ..tpu_memory import in_hbm
 
 LANES = 128
-SUBLANES = 16  # rows of a bfloat16 tile
+SUBLANES = {1: 32, 2: 16, 4: 16}  # slots of a window at least, whole tiles, by the bytes of a number
 
 
 def declines(caches: Sequence[Num[Array, "R K S _"]], blocks: Sequence[Num[Array, "B K T _"]]) -> str | None:
     """Why these shapes are not served, or None."""
     for cache, block in zip(caches, blocks, strict=True):
-        if block.dtype not in (jnp.float32, jnp.bfloat16) or cache.dtype != block.dtype:
-            return f"block in {block.dtype}, cache in {cache.dtype}; it supports float32 and bfloat16"
+        if block.dtype not in (jnp.float32, jnp.bfloat16, jnp.int8) or cache.dtype != block.dtype:
+            return f"block in {block.dtype}, cache in {cache.dtype}; it supports float32, bfloat16 and int8"
         if cache.shape[2] % (window := _window(cache, block)):
             return f"{cache.shape[2]} slots; it supports multiples of {window}, as wide as the block"
     return None
@@ -100,7 +100,7 @@ def _kernel(lengths, kept, pages, block, cache, out, *, slots, window, turned, r
 
         def one(h, _):
             # What is not kept may be anything, even infinite, and must not meet a zero.
-            rows = jnp.where(valid, block[h], 0)
+            rows = jnp.where(valid, block[h].astype(jnp.bfloat16) if block.dtype == jnp.int8 else block[h], 0)
             pair, dims = ((rows, move), ((0,), (0,))) if turned else ((move, rows), ((1,), (0,)))
             a, c = (x.astype(rows.dtype) for x in pair)
             exact = precision(rows)
@@ -118,7 +118,7 @@ def _turned(cache: Array) -> bool:
 def _window(cache: Array, block: Array) -> int:
     """Slots of a window: those of the block, a power of two, so that one number of slots suits all widths, but no more
     than those of a small page."""
-    least = LANES if _turned(cache) else SUBLANES
+    least = LANES if _turned(cache) else SUBLANES[cache.dtype.itemsize]
     return max(least, min(cache.shape[2] & -cache.shape[2], 1 << (block.shape[2] - 1).bit_length()))
 
 

@@ -4,7 +4,7 @@ Shapes: B block rows, K key-value heads, T block positions, H head dim.
 """
 
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Num
 
 
 class Part(struct.PyTreeNode):
@@ -16,7 +16,7 @@ class Part(struct.PyTreeNode):
         first, every: its row with the first position of the first head, and rows from there to that of the next head.
     """
 
-    block: Float[Array, "B K T H"]
-    source: Float[Array, "B _ H"]
+    block: Num[Array, "B K T H"]
+    source: Num[Array, "B _ H"]
     first: int = struct.field(pytree_node=False)
     every: int = struct.field(pytree_node=False)

@@ -6,19 +6,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Num, PRNGKeyArray
+from jaxtyping import Array, Num, PRNGKeyArray
 
 from ..pages import in_pages
 from .part import Part
 
-ARRAYS = 4  # of a trial, at most: keys and values of two layers
+ARRAYS = 6  # of a trial, at most: keys, values and scales of two layers
 
 
 class Trial(NamedTuple):
     """What makes a call the program that it is: sizes (see `api`), type and options, with few rows, slots and layers.
 
     Attributes:
-        widths: the last axis of each array.
+        widths, dtypes: the last axis and the type of each array.
         inside: whether the blocks lie in larger arrays (see `part`).
         page: slots of a page, of caches in pages.
         path: how many positions of the block are written in an order of their own; None takes them as they are.
@@ -29,7 +29,7 @@ class Trial(NamedTuple):
     K: int
     widths: tuple[int, ...]
     slots: int
-    dtype: str
+    dtypes: tuple[str, ...]
     ring: bool
     path: int | None = None
     inside: bool = False
@@ -50,10 +50,10 @@ class Trial(NamedTuple):
         if pages is not None:
             page, slots = slots, slots * pages
         step = 128 << max(0, (T - 1).bit_length() - 7)  # a multiple of all windows that an implementation may write
-        widths = tuple(x.shape[3] for x in caches[:ARRAYS])
+        widths, dtypes = (x.shape[3] for x in caches[:ARRAYS]), (str(x.dtype) for x in caches[:ARRAYS])
         slots = slots if slots % step else min(slots, 4 * step)
         slots = slots if page is None else -(-slots // page) * page
-        return cls(min(B, 2), T, K, widths, slots, str(blocks[0].dtype), ring, path, inside, page)
+        return cls(min(B, 2), T, K, tuple(widths), slots, tuple(dtypes), ring, path, inside, page)
 
     @property
     def tolerance(self) -> float:
@@ -70,14 +70,21 @@ class Trial(NamedTuple):
             valid, path = jnp.ones_like(valid), jnp.maximum(T - 1 - 2 * jnp.arange(self.path), 0)
             path = jnp.tile(path, (self.rows, 1))
 
-        def drawn(key: PRNGKeyArray, width: int) -> tuple[Array, Array]:
+        def drawn(key: PRNGKeyArray, width: int, dtype: str) -> tuple[Array, Array]:
             """A cache with one row more than the block has, and a block; what is not kept is NaN."""
-            draw = lambda i, *size: jax.random.normal(jax.random.fold_in(key, i), (*size, width), self.dtype)
-            block = jnp.where(valid, draw(1, self.rows, self.K, T), jnp.nan)
-            return draw(0, self.rows + 1, self.K, S), block
+            codes = dtype == "int8"
+
+            def draw(i: int, *size: int) -> Array:
+                of = jax.random.fold_in(key, i)
+                if codes:
+                    return jax.random.randint(of, (*size, width), -127, 128, jnp.int8)
+                return jax.random.normal(of, (*size, width), dtype)
+
+            block = draw(1, self.rows, self.K, T)
+            return draw(0, self.rows + 1, self.K, S), block if codes else jnp.where(valid, block, jnp.nan)
 
         def update(key: PRNGKeyArray) -> list[Array]:
-            pairs = map(drawn, jax.random.split(key, len(self.widths)), self.widths)
+            pairs = map(drawn, jax.random.split(key, len(self.widths)), self.widths, self.dtypes)
             caches, blocks = map(list, zip(*pairs, strict=True))
             blocks = [self._part(block) for block in blocks] if self.inside else blocks
             rows = self.rows - jnp.arange(self.rows)
@@ -88,8 +95,8 @@ class Trial(NamedTuple):
 
         return jax.jit(update)(jax.random.key(0))
 
-    def _part(self, block: Float[Array, "B K T H"]) -> Part:
+    def _part(self, block: Num[Array, "B K T H"]) -> Part:
         """The block inside an array that has other rows before it and between its heads."""
-        around = partial(jnp.pad, constant_values=jnp.nan)
+        around = partial(jnp.pad, constant_values=-128 if block.dtype == jnp.int8 else jnp.nan)
         rows = around(block, ((0, 0), (0, 0), (0, 3), (0, 0))).reshape(block.shape[0], -1, block.shape[3])
         return Part(block, around(rows, ((0, 0), (5, 0), (0, 0))), 5, self.T + 3)

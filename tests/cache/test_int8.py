@@ -8,6 +8,7 @@ import pytest
 from dflash_jax import Engine, load_drafter, load_target
 from dflash_jax.cache import Fresh, commit, pages, size_in_bytes
 from dflash_jax.cache.int8 import Codes, Int8KV
+from dflash_jax.kernels.block_attention import reference
 from dflash_jax.mesh import make_mesh, parse_mesh
 from tests import tiny
 
@@ -87,17 +88,17 @@ def difference(target):
 def test_a_block_attends_to_what_the_cache_will_hold(tmp_path, monkeypatch):
     target, _ = pair(tmp_path)
     assert difference(target) < 1e-5
-    exact = []
-
-    class Unquantised(Codes):
-        def widened(self, dtype):
-            return Fresh(*(x.astype(dtype) for x in exact[-1]))
+    exact, widened = [], reference.widened
 
     def stored(_, fresh):
         exact.append((fresh.k, fresh.v))
-        return Unquantised(*jax.tree.leaves(Codes.of(fresh)))
+        return Codes.of(fresh)
+
+    def unquantized(k, v, scales, dtype):
+        return exact[-1] if k.shape == exact[-1][0].shape else widened(k, v, scales, dtype)
 
     monkeypatch.setattr(Int8KV, "stored", stored)
+    monkeypatch.setattr(reference, "widened", unquantized)
     jax.clear_caches()
     assert difference(target) > 1e-4
 
@@ -107,10 +108,11 @@ def test_codes():
     fresh = Fresh(*(jnp.asarray(rng.normal(size=(2, 3, 5, 8)), jnp.float32) for _ in range(2)))
     fresh = fresh.replace(k=fresh.k.at[0, 0, 0].set(0.0))
     codes = Codes.of(fresh)
-    again = Codes.of(codes.widened(jnp.float32))
+    wide = Fresh(*reference.widened(codes.k, codes.v, codes.scales, jnp.float32))
+    again = Codes.of(wide)
     for one, other in zip(jax.tree.leaves(codes), jax.tree.leaves(again), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
-    for x, y in zip(jax.tree.leaves(fresh), jax.tree.leaves(codes.widened(jnp.float32)), strict=True):
+    for x, y in zip(jax.tree.leaves(fresh), jax.tree.leaves(wide), strict=True):
         np.testing.assert_allclose(x, y, atol=0.5 / 127 * float(jnp.max(jnp.abs(x))) + 1e-6)
 
 

@@ -51,6 +51,7 @@ PLAIN = {
     "scaled": plain_scaled,
     "twice": plain_twice,
     "fused": plain_fused,
+    "unzipped": lambda x: (x[::2], x[1::2]),
     "alike": lambda x: (jnp.full((64, 8), x),),
     "apart": lambda x: x,
     "joined": lambda parts: jnp.concatenate(parts, axis=1),

@@ -147,11 +147,37 @@ def test_no_more_is_kept_than_there_is(implementation, J):
     assert float(jnp.sum(got)) == 2 * 2 * 64 * (J or 5)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "tpu", "gpu"])
+@pytest.mark.parametrize(("page", "T", "J"), [(None, 5, None), (None, 140, None), (32, 5, 3), (64, 70, None)])
+def test_codes_and_their_scales(implementation, page, T, J):
+    """Arrays of two types at once; every code is written as it is."""
+    rng, S, lengths = np.random.default_rng(0), 256, [30, 130]
+    widths, kept = (128, 64, 2), [min(T, 126), 2] if J is None else [J, 2]
+    cached = lambda width: rng.standard_normal((2, 2, S, width)).astype(np.float32)
+    caches = [*(rng.integers(-127, 128, (2, 2, S, w)).astype(np.int8) for w in widths[:2]), cached(2)]
+    blocks = [*(rng.integers(-127, 128, (2, 2, T, w)).astype(np.int8) for w in widths[:2]), cached(2)[:, :, :T]]
+    path = None if J is None else np.tile(np.asarray([4, 0, 2], np.int32), (2, 1))
+    ordered = blocks if path is None else [x[:, :, path[0]] for x in blocks]
+    wanted = [expected(c, x, lengths, kept, [0, 1], False) for c, x in zip(caches, ordered, strict=True)]
+    arrays, given = ([jnp.asarray(x) for x in some] for some in (caches, blocks))
+    pages, more = None, {} if path is None else {"path": jnp.asarray(path)}
+    if page is not None:  # a TPU's tiles of scales have 128 slots
+        arrays, pages = in_pages(arrays, 128 if implementation == "tpu" else page, jax.random.key(0))
+    got = called(implementation, arrays, given, jnp.asarray(lengths), jnp.asarray(kept), pages=pages, **more)
+    for a, b in zip(got if pages is None else in_rows(got, pages), wanted, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+CODES = (64, 64, 2), ("int8", "int8", "float32")
+
+
+@pytest.mark.parametrize("arrays", [((64, 64), ("float32", "float32")), CODES], ids=["numbers", "codes"])
 @pytest.mark.parametrize("page", [None, 64])
 @pytest.mark.parametrize("path", [None, 3])
-def test_trials_read_what_they_should(path, page):
+def test_trials_read_what_they_should(path, page, arrays):
     """Of blocks inside other arrays, in the order of a path; NaN lies around them."""
-    trial = Trial(2, 5, 2, (64, 64), 128, "float32", False, path, True, page)
+    trial = Trial(2, 5, 2, arrays[0], 128, arrays[1], False, path, True, page)
     first = trial.run(partial(append, implementation="xla"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pl, "pallas_call", partial(pl.pallas_call, interpret=True))
@@ -169,9 +195,8 @@ def test_declines_by_name():
     for name in ("tpu", "gpu"):
         with pytest.raises(ValueError, match="block in float32, cache in bfloat16"):
             append([cache.astype(jnp.bfloat16)] * 2, [block] * 2, one, one, implementation=name)
-        codes = [cache.astype(jnp.int8)] * 2, [block.astype(jnp.int8)] * 2
-        with pytest.raises(ValueError, match="block in int8, cache in int8; it supports float"):
-            append(*codes, one, one, implementation=name)
+        with pytest.raises(ValueError, match="block in float32, cache in int8"):
+            append([cache.astype(jnp.int8)] * 2, [block] * 2, one, one, implementation=name)
     less = "a cache of 2147483648 numbers, whose places Pallas would count in 32 bits"
     for S, dtype, why in ((32767, jnp.bfloat16, "None"), (32768, jnp.float8_e4m3fn, less)):
         found, large = [], jax.ShapeDtypeStruct((64, 8, S, 128), dtype)
@@ -217,6 +242,20 @@ def test_compiles_for_tpu_in_place(H, T):
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes == 2 * 8 * 8 * 4096 * H * 2
     assert memory.temp_size_in_bytes < 8 * 8 * 4096 * H * 2
+
+
+@pytest.mark.parametrize("H", [64, 128])
+@pytest.mark.parametrize("T", [1, 16, 256])
+def test_codes_compile_for_tpu_in_place(H, T):
+    place = SingleDeviceSharding(topology("v5e:2x2")[0])
+    spec = lambda *size, dtype: jax.ShapeDtypeStruct(size, dtype, sharding=place)
+    arrays = lambda S: (*[spec(8, 8, S, H, dtype=jnp.int8)] * 2, spec(8, 8, S, 2, dtype=jnp.float32))
+    counts = [spec(8, dtype=jnp.int32)] * 2
+    call = lambda *arguments: append(*arguments, implementation="tpu")
+    memory = jax.jit(call, donate_argnums=0).lower(arrays(4096), arrays(T), *counts).compile().memory_analysis()
+    size = 8 * 8 * 4096 * (2 * H + 2 * 4)
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size / 4
 
 
 def test_compiles_for_tpu_in_place_without_values():
