@@ -42,8 +42,8 @@ JOINED = 1024  # positions of a block that is made as one array, at most
 
 @runtime_checkable
 class KeysAndValues(Protocol):
-    """Committed keys and values of one layer; or latents in the place of keys, and no values (see `attend`). Beside codes
-    of 8 bits there are `scales` [R, K, S, 2], those of the keys and of the values."""
+    """Committed keys and values of one layer; or latents in the place of keys, and no values (see `attend`). Beside
+    codes of 8 bits there are `scales` [R, K, S, 2], those of the keys and of the values."""
 
     @property
     def k(self) -> Num[Array, "R K S H"]: ...

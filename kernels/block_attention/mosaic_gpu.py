@@ -109,7 +109,7 @@ def rows_that_finish(positions: int, heads: int, key_heads: int) -> int:
     return BLOCKS // 2 // (key_heads * tiles) + 1
 
 
-def _by_head(q: Float[Array, "B T N H"], v: Float[Array, "B K F Hv"]) -> Float[Array, "B K Q H"]:
+def _by_head(q: Float[Array, "B T N H"], v: Num[Array, "B K F Hv"]) -> Float[Array, "B K Q H"]:
     """The queries that share a key-value head: head by head, or position by position, as they are written then."""
     (B, T, N, H), K = q.shape, v.shape[1]
     order = (0, 2, 1, 3, 4) if finishes(B, T, N, K, v.shape[3]) else (0, 2, 3, 1, 4)
@@ -184,9 +184,8 @@ def attend(
         "q_arrived": plgpu.Barrier(num_arrivals=2),
     }
     if scales is not None:
-        fresh, cached = scales
-        fresh = jnp.pad(fresh, ((0, 0), (0, 0), (0, block_chunks * CHUNK - F), (0, 0)))
-        block += [x.reshape(*x.shape[:2], -1) for x in (fresh, cached)]
+        fresh = jnp.pad(scales[0], ((0, 0), (0, 0), (0, wider), (0, 0)))
+        block += [x.reshape(*x.shape[:2], -1) for x in (fresh, scales[1])]
         scratch["scales_smem"] = plgpu.SMEM((depth, 2 * CHUNK), jnp.float32)
         scratch["arrived"] = plgpu.Barrier(num_arrivals=3, num_barriers=depth)
         scratch["wide_smem"] = plgpu.SMEM((CHUNK, max(H, Hv)), q.dtype, transforms=swizzled)
@@ -246,9 +245,10 @@ def _kernel(
     def fetch(i):
         stage = jax.lax.rem(i, jnp.int32(depth))
 
-        def copy_scales(ref, first):
-            if codes:
-                plgpu.copy_gmem_to_smem(ref.at[pl.ds(2 * first, 2 * C)], scales_smem.at[stage], arrived.at[stage])
+        def copy_scales(ref, row, first, size):
+            if scales_smem is not None and ref is not None:
+                there = scales_smem.at[stage, pl.ds(0, 2 * size)]
+                plgpu.copy_gmem_to_smem(ref.at[row, head, pl.ds(2 * first, 2 * size)], there, arrived.at[stage])
 
         def copy(keys, values, size):
             here = pl.ds(0, size)
@@ -262,13 +262,13 @@ def _kernel(
                 which = jax.lax.div(begin + i, jnp.int32(page // C))
                 within = begin + i - which * (page // C)
             of_row, at = scalars[b, 3 + which], pl.ds(within * C, C)
-            copy_scales(codes and cache_scales.at[of_row, head], within * C)
+            copy_scales(cache_scales, of_row, within * C, C)
             copy(cache_k.at[of_row, head, at], cache_v.at[of_row, head, at], C)
 
         @pl.when((i >= count) & (i < end))
         def _():
             at = head * places.keys + (i - count) * width
-            copy_scales(codes and scales.at[b, head], (i - count) * C)
+            copy_scales(scales, b, (i - count) * width, width)
             copy(k.at[b, pl.ds(places.first_key + at, width)], v.at[b, pl.ds(places.first_value + at, width)], width)
 
     plgpu.copy_gmem_to_smem(q.at[b, pl.ds(head * places.queries + tile * ROWS, ROWS)], q_smem, q_arrived)
@@ -297,7 +297,7 @@ def _kernel(
 
     def operand(stored):
         """Of a product; codes are widened, which is exact, after all warps are done with what was there before."""
-        if not codes:
+        if wide_smem is None:
             return stored
         plgpu.commit_smem()
         wide = wide_smem.at[:, pl.ds(0, stored.shape[1])]
@@ -307,6 +307,7 @@ def _kernel(
 
     def scales_of(stage, which):
         """Of a chunk's keys, or of its values."""
+        assert scales_smem is not None
         return fragments.unzipped(tensor_cores.load(scales_smem.at[stage], layout=fragments.layout("two")))[which]
 
     def of_cache(i, stage):

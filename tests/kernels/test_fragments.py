@@ -58,6 +58,7 @@ STEPS = {  # the layouts of what goes in and comes out, and what happens to a re
     "half the words": ("32 bytes", "words", 2, lambda x, i: x.view(np.int32)[..., i : i + 1]),
     "pairs": ("words", "operand", 1, lambda x, i: x.view(np.uint16)),
     "apart": ("operand", "single", 1, lambda x, i: x.reshape(128, -1, 1)),
+    "unzipped": ("two", "column", 2, lambda x, i: x[..., i::2]),
     "of one column": ("1", "operand", 1, lambda x, i: np.repeat(x, 2, axis=-1)),
     "of two columns": ("2", "operand", 1, lambda x, i: np.repeat(x, 2, axis=-1)),
     "of four columns": ("4", "operand", 1, lambda x, i: np.repeat(x, 2, axis=-1)),
@@ -77,6 +78,7 @@ def test_renamed_registers_hold_what_plain_arrays_say(name):
         "1": (64,),
         "2": (64, 2),
         "4": (64, 4),
+        "two": (32,),
     }[of]
     if "words" in name:
         given = rng.integers(0, 256, shape, np.uint8)
@@ -91,6 +93,14 @@ def test_renamed_registers_hold_what_plain_arrays_say(name):
         expected = expected.view(np.uint16) if name == "pairs" else expected
         np.testing.assert_array_equal(step(registers(given, of), i), registers(expected, to))
     assert count == (len(found) if isinstance(found, tuple) else 1)
+
+
+def test_every_code_is_in_one_register():
+    """Eight neighbors, so that they are stored as 16 bytes once they are widened."""
+    found = held(fragments.layout("codes").to_mgpu(), (64, 128))
+    np.testing.assert_array_equal(np.sort(found.reshape(-1)), np.arange(64 * 128))
+    assert found.shape[2] == 8
+    assert (np.diff(found, axis=2) == 1).all()
 
 
 @pytest.mark.parametrize(("bits", "words"), [(4, 4), (4, 2), (8, 4), (8, 2)])

@@ -14,6 +14,9 @@ from tests.chips import SERVED, compile_attention, topology
 ONE_OF_EACH = ["qwen3-8b verify", "gpt-oss verify, sliding", "qwen3.5-9b verify"]
 
 
+CODES = ["qwen3-8b decode", "qwen3-8b verify", "gpt-oss verify, sliding", "qwen3.5-9b verify"]
+
+
 def check(program, name, rows=4, slots=4096, size=2):
     shape = SERVED[name]
     assert "block_attention" in program.as_text()
@@ -31,6 +34,12 @@ def test_v5e(name):
 @pytest.mark.parametrize("name", ["qwen3-8b verify", "gpt-oss verify"])
 def test_rows_in_pages(name):
     check(compile_attention("v5e:2x2", "tpu", name, page=128), name)
+
+
+@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("page", [None, 128])
+def test_codes(name, page):
+    check(compile_attention("v5e:2x2", "tpu", name, page=page, codes=True), name, size=1)
 
 
 def test_packed_rows_without_a_cache():
@@ -84,5 +93,6 @@ def test_latents(chips, T):
 @pytest.mark.slow
 @pytest.mark.parametrize("chips", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_other_chips(chips, name):
-    check(compile_attention(chips, "tpu", name), name)
+@pytest.mark.parametrize("codes", [False, True])
+def test_other_chips(chips, name, codes):
+    check(compile_attention(chips, "tpu", name, codes=codes), name, size=1 if codes else 2)

@@ -29,6 +29,8 @@ TRIALS = {
     "later pass": {"T": 1, "F": 4, "window": 100},
     "trees": {"T": 3, "F": 5, "visible": "one for each row"},
     "one tree": {"visible": "one for all rows", "Hv": 128},
+    "codes": {"codes": True, "sinks": True},
+    "codes, bfloat16": {"codes": True, "dtype": "bfloat16", "window": 60},
     "alone": ALONE | {"starts": True, "softcap": 20.0},
     "alone, bfloat16": ALONE | {"dtype": "bfloat16", "window": 40, "sinks": True},
 }
@@ -56,7 +58,7 @@ def test_trials_read_no_garbage(name):
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize(("T", "H", "Hv", "slots"), [(5, 64, 64, 256), (16, 128, 64, 128), (40, 128, 256, 512)])
 def test_trials_of_the_cache_update(ring, T, H, Hv, slots):
-    trial = Update(2, T, 2, (H, Hv), slots, "float32", ring)
+    trial = Update(2, T, 2, (H, Hv), slots, ("float32",) * 2, ring)
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
         assert verify._compared("tpu", trial, append) == verify.Finding(None)
     assert all(np.isfinite(x).all() for x in trial.run(partial(append, implementation="xla")))
