@@ -39,7 +39,8 @@ CODES = {
     "e2m1": Code(
         4, (jnp.uint8, jnp.float8_e4m3fn), 64
     ),  # placed bits are 2^126 smaller, which no factor can make up for
-    "e4m3": Code(8, (jnp.float32, jnp.bfloat16)),
+    "float8_e4m3fn": Code(8, (jnp.float32, jnp.bfloat16)),
+    "int8": Code(8, (jnp.bfloat16, jnp.float16, jnp.float32)),
 }
 
 
@@ -81,46 +82,54 @@ class Stored(NamedTuple):
         return 2.0 ** CODES[self.code].smaller
 
 
+def _code(weight: Quantised) -> str:
+    """What its numbers are called in `CODES`, if they are there."""
+    return weight.code if isinstance(weight, FourBit) else str(weight.values.dtype)
+
+
 def declines(weight: Quantised) -> str | None:
     """Why such a weight, or those of experts, cannot be decoded here, or None."""
-    inputs = weight.shape[-1]
+    inputs, height, group = weight.shape[-1], 1, None
+    if _code(weight) not in CODES:
+        return f"weights in {weight.form}"
     if isinstance(weight, EightBit):
-        if weight.values.dtype != jnp.float8_e4m3fn or weight.block not in (None, (1, BLOCK), (BLOCK, BLOCK)):
+        if weight.block is not None:
+            height, group = weight.block
+        if height != 1 and weight.block != (BLOCK, BLOCK):
             return f"weights in {weight.form}"
-        code, group = CODES["e4m3"], 1 if weight.block is None else BLOCK
     else:
         assert isinstance(weight, FourBit)
         if weight.offset is not None:
             return "groups with offsets"
-        code, groups = CODES[weight.code], weight.scale.shape[-1]
-        group = inputs // groups
-        if inputs % groups or (group not in (16, 32, 64) and group % BLOCK):
-            return f"{groups} groups of {inputs} inputs; it supports groups of 16, 32, 64 or multiples of {BLOCK}"
+        group = inputs // weight.scale.shape[-1]
         if weight.zero is not None and weight.zero.dtype != jnp.uint8:
             return f"zero points in {weight.zero.dtype}; it supports whole numbers"
-    unit = max(BLOCK // 2, min(group, BLOCK))  # the narrowest operand has 64 inputs
+    if group is not None and (inputs != group * weight.scale.shape[-1] or (group not in (16, 32, 64) and group % BLOCK)):
+        groups = weight.scale.shape[-1]
+        return f"{groups} groups of {inputs} inputs; it supports groups of 16, 32, 64 or multiples of {BLOCK}"
+    unit = max(BLOCK // 2, min(group or 1, BLOCK))  # the narrowest operand has 64 inputs
     if inputs % unit:
         return f"{inputs} inputs; it supports multiples of {unit}"
-    return None if weight.scale.dtype in code.scales else f"scales in {weight.scale.dtype}"
+    return None if weight.scale.dtype in CODES[_code(weight)].scales else f"scales in {weight.scale.dtype}"
 
 
 def stored(weight: Quantised) -> Stored:
     """The weight in arrays of types that kernels load; of a matrix, with an axis before it."""
     if weight.values.ndim == 2:
         weight = jax.tree.map(lambda x: x[None], weight)
-    scale, code = weight.scale, weight.code if isinstance(weight, FourBit) else "e4m3"
-    exponents = scale.dtype == jnp.uint8
-    bits = CODES[code].bits
-    words = 4 if weight.shape[-1] % (8 * 16 * THREADS // bits) == 0 else 2
+    values, scale, code, inputs = weight.values, weight.scale, _code(weight), weight.shape[-1]
+    words = 4 if inputs % (8 * 16 * THREADS // CODES[code].bits) == 0 else 2
     if isinstance(weight, EightBit):
-        factors = () if weight.block is None else (scale,)
-        values = jax.lax.bitcast_convert_type(weight.values, jnp.uint8)
-        return Stored(values, factors, code, BLOCK, False, weight.block == (BLOCK, BLOCK), words)
+        values = jax.lax.bitcast_convert_type(values, jnp.uint8)
+        if weight.block is None:
+            return Stored(values, (), code, inputs, False, False, words)
+        return Stored(values, (scale,), code, weight.block[1], False, weight.block[0] > 1, words)
     assert isinstance(weight, FourBit)
+    exponents = scale.dtype == jnp.uint8
     if scale.dtype == jnp.float8_e4m3fn:
         scale = jax.lax.bitcast_convert_type(scale, jnp.uint8)
     factors = (scale,) if weight.zero is None else (scale, weight.zero)
-    return Stored(weight.values, factors, code, weight.shape[-1] // scale.shape[-1], exponents, False, words)
+    return Stored(values, factors, code, inputs // scale.shape[-1], exponents, False, words)
 
 
 def arranged(x: Float[Array, "*B D"], weight: Stored) -> Float[Array, "*B D"]:
@@ -165,6 +174,8 @@ def operand(values, factors: Sequence, weight: Stored):
             continue
         if weight.code == "int4":
             numbers = _integers(word, 136.0 if least is None else least[at])
+        elif weight.code == "int8":
+            numbers = _bytes(word)
         else:
             numbers = [fragments.scaled(bits, 2.0**120) for bits in _e4m3(word)]
         if high is None:
@@ -180,6 +191,14 @@ def _integers(word, least):
     """The pairs of a word's whole numbers, less what is added to make them bfloat16 numbers from 128 on. Of a number
     that is stored 8 smaller, in two's complement, that makes the highest bit the other one."""
     return [fragments.pairs(fragments.masked(_shifted(word, -4 * i), 0x000F000F, 0x43084308)) - least for i in range(4)]
+
+
+def _bytes(word):
+    """The same of whole numbers of eight bits in two's complement: 128 and the lower bits, less 128, or less 256 where
+    the highest bit is set. That bit has the place of the last one of a bfloat16 number's exponent."""
+    there = [_shifted(word, -8 * i) for i in range(2)]
+    part = lambda bits, mask: fragments.pairs(fragments.masked(bits, mask, 0x43004300))
+    return [part(bits, 0x007F007F) - part(bits, 0x00800080) for bits in there]
 
 
 def _e2m1(word):

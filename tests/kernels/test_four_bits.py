@@ -114,6 +114,17 @@ def test_blocks_of_eight_bits(outputs, D, kernel):
     check(kernel, rows(9, D), EightBit(values, scale, block=(outputs, 128)))
 
 
+@pytest.mark.parametrize(("group", "scale", "D"), [(32, "float16", 192), (16, "float32", 256), (64, "bfloat16", 640)])
+def test_groups_of_eight_bits(group, scale, D, kernel):
+    """As GGUF has them, and larger ones."""
+    if kernel == "tpu":
+        pytest.skip("XLA serves these")
+    rng = np.random.default_rng(4)
+    values = jnp.asarray(rng.integers(-128, 128, (256, D)), jnp.int8)
+    scales = jnp.asarray(np.exp2(rng.uniform(-8, 1, (256, D // group))), scale)
+    check(kernel, rows(9, D), EightBit(values, scales, block=(1, group)))
+
+
 @pytest.mark.slow
 def test_many_rows(kernel):
     check(kernel, rows(256), weight(*KINDS["MXFP4"]))
