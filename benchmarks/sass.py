@@ -1,4 +1,4 @@
-"""`python -m benchmarks.sass [int4|int4-zeros|mxfp4|nvfp4|fp8|int8-32|experts|...]`: instructions of an H100 for every weight.
+"""`python -m benchmarks.sass [int4|mxfp4|fp8|int8-32|experts|"int8 experts"|...]`: instructions of an H100 for a weight.
 
 A kernel is compiled without a GPU, and the loop that holds its products is disassembled: its instructions over the
 weights that a thread decodes in one turn. Needs the `cuda-compiler` extra and nvdisasm, which CUDA's toolkit has, and
@@ -51,6 +51,7 @@ STREAMED = {
     "int8-16": (16, "float32", False),
     "experts": (32, "uint8", False),
     "int8 experts": (None, "float32", False),
+    "bfloat16 experts": (None, "", False),
 }
 
 
@@ -67,6 +68,8 @@ def weight(kind: str) -> Any:
     """Shapes of what stands for a weight."""
     group, scale, zero = STREAMED[kind]
     shape = (GROUPS, OUTPUTS, INPUTS) if kind.endswith("experts") else MATRIX
+    if kind.startswith("bfloat16"):
+        return spec(shape, jnp.bfloat16)
     if kind.startswith("int8"):
         block, scales = (None, shape[:-1]) if group is None else ((1, group), (*shape[:-1], shape[-1] // group))
         return EightBit(spec(shape, jnp.int8), spec(scales, scale), block=block)

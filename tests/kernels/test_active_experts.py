@@ -48,6 +48,7 @@ WEIGHTS = {
     "FP8": lambda: quantised(jax.random.normal(jax.random.key(0), (E, N, D)), "fp8"),
     "int8": lambda: quantised(jax.random.normal(jax.random.key(0), (E, N, D)), "int8"),
     "int8 in groups": lambda: groups(32),
+    "bfloat16": lambda: jax.random.normal(jax.random.key(0), (E, N, D), jnp.bfloat16),
     "int4": lambda: quantised(jax.random.normal(jax.random.key(0), (E, N, D), jnp.bfloat16), "int4"),
 }
 
@@ -88,7 +89,7 @@ def test_products(name, each, implementation):
     np.testing.assert_allclose(found[:3], expected, atol=(4e-3 if own else 1e-4) * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("name", ["int8"])
+@pytest.mark.parametrize("name", ["int8", "bfloat16"])
 def test_a_row_is_the_same_beside_any_others(name, monkeypatch):
     """To the bit, as far as the kernel says in which order it adds; and what XLA gives."""
     weights, slots = WEIGHTS[name](), jnp.asarray([4, 0, 1, 2])  # the third is not in use
@@ -122,10 +123,17 @@ def test_a_slot_that_is_not_in_use_is_not_computed(monkeypatch):
     assert not np.isclose(found[1], multiply(x, weights, jnp.asarray([1, 1]), implementation="xla")[0]).all()
 
 
-@pytest.mark.parametrize("biases", [False, True])
-def test_a_layer_gives_what_sorted_tokens_give(biases, monkeypatch):
+LAYERS = {
+    "MXFP4": lambda weight: weight,
+    "int8": lambda weight: quantised(weight.astype(BFLOAT16), "int8"),
+    "bfloat16": lambda weight: weight.astype(BFLOAT16),
+}
+
+
+@pytest.mark.parametrize(("name", "biases"), [("MXFP4", False), ("MXFP4", True), ("int8", False), ("bfloat16", False)])
+def test_a_layer_gives_what_sorted_tokens_give(name, biases, monkeypatch):
     """With tokens that are none, and experts that nobody goes to."""
-    gate_up, down = mxfp4(2 * N, D), mxfp4(D, N, seed=1)
+    gate_up, down = LAYERS[name](mxfp4(2 * N, D)), LAYERS[name](mxfp4(D, N, seed=1))
     bias = jax.random.normal(jax.random.key(4), (E, 2 * N), jnp.bfloat16) if biases else None
     x = jax.random.normal(jax.random.key(2), (2, 3, D), jnp.bfloat16)
     chosen = jnp.asarray([[[0, 3], [3, 1], [E, E]], [[1, 0], [E, E], [3, 0]]])
@@ -139,12 +147,14 @@ def test_a_layer_gives_what_sorted_tokens_give(biases, monkeypatch):
     np.testing.assert_array_equal(found[0, 2], 0.0)
 
 
-def test_many_tokens_and_plain_weights_are_sorted(monkeypatch):
+def test_many_tokens_and_wide_numbers_are_sorted(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    plain = jnp.zeros((E, N, D), BFLOAT16)
     with using("gpu"):
         assert serves(64, 128, BFLOAT16, mxfp4(), mxfp4())
+        assert serves(64, 128, BFLOAT16, plain, WEIGHTS["int8"]())
         assert not serves(65, 130, BFLOAT16, mxfp4(), mxfp4())
-        assert not serves(8, 16, BFLOAT16, mxfp4(), jnp.zeros((E, N, D), BFLOAT16))
+        assert not serves(8, 16, BFLOAT16, mxfp4(), plain.astype("float32"))
         assert not serves(8, 16, jnp.dtype("float32"), mxfp4(), mxfp4())
     assert not serves(8, 16, BFLOAT16, mxfp4(), mxfp4())
 
