@@ -1,4 +1,4 @@
-"""`python -m benchmarks.sass [int4|mxfp4|fp8|int8-32|experts|"int8 experts"|...]`: instructions of an H100 for a weight.
+"""`python -m benchmarks.sass [int4|mxfp4|fp8|experts|"int8 experts"|...]`: instructions of an H100 for a weight.
 
 A kernel is compiled without a GPU, and the loop that holds its products is disassembled: its instructions over the
 weights that a thread decodes in one turn. Needs the `cuda-compiler` extra and nvdisasm, which CUDA's toolkit has, and
