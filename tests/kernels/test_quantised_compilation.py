@@ -174,23 +174,26 @@ def test_registers_hold_what_the_kernel_for_hopper_needs(name, rows, monkeypatch
     assert set(re.findall(r"(\d+) bytes spill", said)) == {"0"}
 
 
+@pytest.mark.parametrize("tokens", [24, 64])
 @pytest.mark.parametrize("name", ["int8", "bfloat16"])
-def test_experts_of_few_tokens_are_not_copied(name):
-    """Those of Qwen3-Coder-30B-A3B, and 24 tokens: two kernels read them as they are, and nothing is sorted."""
+def test_experts_of_few_tokens_are_not_copied(name, tokens, monkeypatch, capfd):
+    """Those of Qwen3-Coder-30B-A3B: two kernels read them as they are, and nothing is sorted."""
     if not kernel_for("h100"):
         pytest.skip("the kernel needs jax 0.11")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     E, k, D, inner = 128, 8, 2048, 768
     gate_up, down = stored(name, E, 2 * inner, D), stored(name, E, D, inner)
-    given = spec((1, 24, D), jnp.bfloat16), spec((1, 24, k), jnp.float32), spec((1, 24, k), jnp.int32)
+    each = spec((1, tokens, k), jnp.float32), spec((1, tokens, k), jnp.int32)
     run = lambda x, weights, chosen, gate_up, down: apply_experts(x, weights, chosen, gate_up, None, down, None)
     with topologies.compiling_for("h100"):
-        program = jax.jit(run).lower(*given, gate_up, down).compile()
+        program = jax.jit(run).lower(spec((1, tokens, D), jnp.bfloat16), *each, gate_up, down).compile()
     text = program.as_text()
+    assert re.findall(r"(\d+) bytes spill", "".join(capfd.readouterr())) == ["0"] * 4  # stores and loads of each
     assert text.count('custom_call_target="mosaic_gpu') == 2
     assert not re.search(r" sort\(|xla\.gpu\.triton", text)
     sizes = {math.prod(shape) // n for shape in (gate_up.shape, down.shape) for n in (1, E)}
     assert not [line for size, line in written(text) if size in sizes]
-    assert program.memory_analysis().temp_size_in_bytes < 2 * 4 * E * 24 * (2 * inner + D)  # sums of every expert
+    assert program.memory_analysis().temp_size_in_bytes < 2 * 4 * E * tokens * (2 * inner + D)  # sums of every expert
 
 
 def test_what_is_written_is_found():
