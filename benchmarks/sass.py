@@ -1,4 +1,4 @@
-"""`python -m benchmarks.sass [int4|int4-zeros|mxfp4|nvfp4|fp8|experts|...]`: instructions of an H100 for every weight.
+"""`python -m benchmarks.sass [int4|mxfp4|fp8|experts|"int8 experts"|...]`: instructions of an H100 for a weight.
 
 A kernel is compiled without a GPU, and the loop that holds its products is disassembled: its instructions over the
 weights that a thread decodes in one turn. Needs the `cuda-compiler` extra and nvdisasm, which CUDA's toolkit has, and
@@ -39,7 +39,7 @@ SORTED = {
     "sorted int8": ("small", 1),
     "sorted bfloat16": ("plain", 1),
 }
-# By the Mosaic kernel: group and type of scales, and whether there are zero points.
+# By the Mosaic kernel: group (None is a scale for each output) and type of scales, and whether there are zero points.
 STREAMED = {
     "int4": (128, "bfloat16", False),
     "int4-zeros": (128, "float16", True),
@@ -47,7 +47,11 @@ STREAMED = {
     "mxfp4": (32, "uint8", False),
     "nvfp4": (16, "float8_e4m3fn", False),
     "fp8": (128, "float32", False),
+    "int8-32": (32, "float16", False),
+    "int8-16": (16, "float32", False),
     "experts": (32, "uint8", False),
+    "int8 experts": (None, "float32", False),
+    "bfloat16 experts": (None, "", False),
 }
 
 
@@ -63,7 +67,12 @@ def spec(shape: tuple[int, ...], dtype: Any) -> Any:
 def weight(kind: str) -> Any:
     """Shapes of what stands for a weight."""
     group, scale, zero = STREAMED[kind]
-    shape = (GROUPS, OUTPUTS, INPUTS) if kind == "experts" else MATRIX
+    shape = (GROUPS, OUTPUTS, INPUTS) if kind.endswith("experts") else MATRIX
+    if kind.startswith("bfloat16"):
+        return spec(shape, jnp.bfloat16)
+    if kind.startswith("int8"):
+        block, scales = (None, shape[:-1]) if group is None else ((1, group), (*shape[:-1], shape[-1] // group))
+        return EightBit(spec(shape, jnp.int8), spec(scales, scale), block=block)
     if kind == "fp8":
         blocks = tuple(size // BLOCK for size in shape)
         return EightBit(spec(shape, jnp.float8_e4m3fn), spec(blocks, scale), block=(BLOCK, BLOCK))
@@ -75,7 +84,7 @@ def weight(kind: str) -> Any:
 def streamed(kind: str) -> tuple[str, float]:
     """PTX of the kernel in Mosaic, and the weights of a thread in one turn of its loop."""
     given = weight(kind)
-    slots = [spec((GROUPS + 1,), jnp.int32)] if kind == "experts" else []
+    slots = [spec((GROUPS + 1,), jnp.int32)] if kind.endswith("experts") else []
     call = partial(multiply if slots else linear, implementation="gpu")
     os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
     with compiling_for("h100"), printed() as written:

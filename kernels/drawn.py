@@ -1,37 +1,41 @@
-"""Random quantized weights for the small cases on which kernels are checked."""
+"""Random weights for the small cases on which kernels are checked."""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 from dflash_jax.quantised import EightBit, FourBit, Quantised
 
 
 class Kind(NamedTuple):
-    """What stands for a weight: its format, its scales' shape (without that of experts) and type, and more of both
-    classes of weights."""
+    """What stands for a weight: its format, or the type of a plain one; its scales' shape (without that of experts) and
+    type, and more of both classes of quantized weights."""
 
     form: str
-    scales: tuple[int, ...]
-    scale: str
+    scales: tuple[int, ...] = ()
+    scale: str = ""
     block: tuple[int, int] | None = None
     zero: bool = False
     offset: bool = False
 
     @classmethod
-    def of(cls, weight: Quantised, axes: int = 0) -> "Kind":
+    def of(cls, weight: Array | Quantised, axes: int = 0) -> "Kind":
         """That of a weight with so many axes before outputs and inputs."""
+        if not isinstance(weight, Quantised):
+            return cls(str(weight.dtype))
         sizes, scale = weight.scale.shape[axes:], str(weight.scale.dtype)
         if isinstance(weight, EightBit):
             return cls(weight.form, sizes, scale, weight.block)
         assert isinstance(weight, FourBit)
         return cls(weight.form, sizes, scale, None, weight.zero is not None, weight.offset is not None)
 
-    def draw(self, key: PRNGKeyArray, shape: tuple[int, ...]) -> Quantised:
+    def draw(self, key: PRNGKeyArray, shape: tuple[int, ...]) -> Array | Quantised:
         """Random numbers and zero points, and scales of several sizes."""
         first, second, third = jax.random.split(key, 3)
+        if not self.scale:
+            return jax.random.normal(first, shape, self.form)
         scales = *shape[:-2], *self.scales
         exponent = jax.random.randint(second, scales, -9, -4)
         if self.scale == "uint8":

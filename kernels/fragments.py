@@ -1,4 +1,4 @@
-"""Quantized weights in the registers of a Hopper GPU's warpgroup, as its tensor cores take an operand.
+"""Weights in the registers of a Hopper GPU's warpgroup, as its tensor cores take an operand.
 
 For each of 64 outputs four threads share what stands in 64 bytes (or 32), 16 bytes each, and each makes its part of the
 operand from them: no number changes its thread. The tensor cores want two neighbors of every eight columns from a
@@ -35,10 +35,9 @@ def arranged(x: Float[Array, "*B D"], bits: int, words: int) -> Float[Array, "*B
 
 
 def layout(name: str):
-    """A layout of Mosaic's, of 64 rows: "64 bytes" or "32 bytes", "words" of [64, 4], "operand" of [64, 8 n], "single",
-    which has a register for every number; "1", "2" or "4" columns, each for as many threads as are left; "codes" of
-    [64, 64 n], eight neighbors to a thread; "column", a number for each column of an operand, and "two", two of them.
-    """
+    """A layout of Mosaic's, of 64 rows: "operand" of [64, 8 n], "single", which has a register for every number; or as
+    many columns as are said, side by side in a register of each of four threads, or each for several threads. "codes"
+    of [64, 64 n] gives a thread eight neighbors. "column" is a number for each column of an operand, "two" are two."""
     from jax.experimental.mosaic.gpu import fragmented_array as mosaic
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -58,15 +57,9 @@ def layout(name: str):
     if name == "codes":
         tiling = mosaic.Tiling(((64, 64), (16, 64), (4, 64), (8,)))
         return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
-    columns, vector, threads = {
-        "64 bytes": (64, 16, ()),
-        "32 bytes": (32, 8, ()),
-        "words": (4, 1, ()),
-        "4": (4, 1, ()),
-        "2": (2, 1, (2,)),
-    }[name]
-    tiling = mosaic.Tiling(((64, columns), (16, columns), (8, columns), (vector,)))
-    repeated = tuple(mosaic.Replicated(times) for times in threads)
+    columns = int(name)
+    tiling = mosaic.Tiling(((64, columns), (16, columns), (8, columns), (max(1, columns // THREADS),)))
+    repeated = [mosaic.Replicated(THREADS // columns)] if columns < THREADS else []
     return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2, *repeated), vector_dim=-1)
 
 
@@ -109,12 +102,12 @@ def instruction(text: str, *registers):
 
 
 def words(stored):
-    """Arrays [64, 4] of the 32-bit words of [64, 64] bytes, four, or of [64, 32], two: the i-th has the i-th word of
-    every thread."""
+    """Arrays [64, 4] of the 32-bit words of rows of 64 bytes, four, or of 32, two: the i-th has the i-th word of every
+    thread."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import vector
 
-    count = stored.shape[1] // (4 * THREADS)
+    count = stored.shape[1] * stored.dtype.itemsize // (4 * THREADS)
 
     def step(register):
         word = ir.IntegerType.get_signless(32)
@@ -122,13 +115,13 @@ def words(stored):
         one = ir.VectorType.get((1,), word)
         return [[vector.extract_strided_slice(one, whole, [i], [1], [1])] for i in range(count)]
 
-    return renamed(step, (f"{stored.shape[1]} bytes",), *[("words", (ROWS, 4), jnp.int32)] * count)(stored)
+    return renamed(step, (str(stored.shape[1]),), *[("4", (ROWS, 4), jnp.int32)] * count)(stored)
 
 
 def masked(word, mask: int, turned: int):
     """`word & mask ^ turned`: one instruction, where compilers make two of constants."""
     step = lambda register: [[instruction(f"lop3.b32 $0, $1, {mask:#x}, {turned:#x}, 0x6A;", register)]]
-    return renamed(step, ("words",), ("words", (ROWS, 4), jnp.int32))(word)[0]
+    return renamed(step, ("4",), ("4", (ROWS, 4), jnp.int32))(word)[0]
 
 
 def pairs(word):
@@ -137,7 +130,7 @@ def pairs(word):
     from jaxlib.mlir.dialects import vector
 
     step = lambda register: [[vector.bitcast(ir.VectorType.get((2,), ir.BF16Type.get()), register)]]
-    return renamed(step, ("words",), ("operand", (ROWS, 8), jnp.bfloat16))(word)[0]
+    return renamed(step, ("4",), ("operand", (ROWS, 8), jnp.bfloat16))(word)[0]
 
 
 def scaled(word, factor):

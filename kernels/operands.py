@@ -1,5 +1,5 @@
-"""Operands of a Hopper GPU's tensor cores from quantized weights in shared memory: decoded in registers, two numbers an
-instruction, in bfloat16.
+"""Operands of a Hopper GPU's tensor cores from weights in shared memory: quantized ones are decoded in registers, two
+numbers an instruction, in bfloat16.
 
 What is decoded is exact: whole numbers less their zero point, and small floats, whose bits are put where those of a
 bfloat16 number lie, which makes them smaller by a power of two. The factor of a group multiplies them there, rounded
@@ -39,7 +39,9 @@ CODES = {
     "e2m1": Code(
         4, (jnp.uint8, jnp.float8_e4m3fn), 64
     ),  # placed bits are 2^126 smaller, which no factor can make up for
-    "e4m3": Code(8, (jnp.float32, jnp.bfloat16)),
+    "float8_e4m3fn": Code(8, (jnp.float32, jnp.bfloat16)),
+    "int8": Code(8, (jnp.bfloat16, jnp.float16, jnp.float32)),
+    "bfloat16": Code(16, ()),
 }
 
 
@@ -47,33 +49,36 @@ class Stored(NamedTuple):
     """What stands for a weight in memory, as a kernel gets it; E is of experts.
 
     Attributes:
-        values: [E, N, _] in bytes.
+        values: [E, N, _] in bytes, or in bfloat16.
+        code: of `CODES`.
         factors: scales and, if there are, zero points: [E, N, G], or [E, N / 128, G] of blocks. None where sums are
             multiplied instead.
-        code: of `CODES`.
         group: inputs that share a factor.
         exponents: whether scales are exponents.
         blocks: whether 128 outputs share a factor.
-        words: 32-bit words of a thread in one operand.
     """
 
     values: Array
-    factors: tuple[Array, ...]
     code: str
-    group: int
-    exponents: bool
-    blocks: bool
-    words: int
+    factors: tuple[Array, ...] = ()
+    group: int = 0
+    exponents: bool = False
+    blocks: bool = False
 
     @property
-    def bytes(self) -> int:
-        """Of an output, in one operand."""
-        return 4 * THREADS * self.words
+    def words(self) -> int:
+        """32-bit words of a thread in one operand."""
+        return 2 if self.values.shape[-1] * self.values.dtype.itemsize % (16 * THREADS) else 4
+
+    @property
+    def columns(self) -> int:
+        """Of values, in one operand."""
+        return 4 * THREADS * self.words // self.values.dtype.itemsize
 
     @property
     def inputs(self) -> int:
         """Of an operand."""
-        return 8 * self.bytes // CODES[self.code].bits
+        return 32 * THREADS * self.words // CODES[self.code].bits
 
     @property
     def smaller(self) -> float:
@@ -81,46 +86,57 @@ class Stored(NamedTuple):
         return 2.0 ** CODES[self.code].smaller
 
 
-def declines(weight: Quantised) -> str | None:
+def _code(weight: Array | Quantised) -> str:
+    """What its numbers are called in `CODES`, if they are there."""
+    if isinstance(weight, FourBit):
+        return weight.code
+    return str(weight.values.dtype if isinstance(weight, Quantised) else weight.dtype)
+
+
+def declines(weight: Array | Quantised) -> str | None:
     """Why such a weight, or those of experts, cannot be decoded here, or None."""
-    inputs = weight.shape[-1]
-    if isinstance(weight, EightBit):
-        if weight.values.dtype != jnp.float8_e4m3fn or weight.block not in (None, (1, BLOCK), (BLOCK, BLOCK)):
+    if (code := CODES.get(_code(weight))) is None:
+        return f"weights in {_code(weight)}"
+    inputs, groups, group = weight.shape[-1], 1, 1
+    if isinstance(weight, EightBit) and weight.block is not None:
+        if weight.block[0] != 1 and weight.block != (BLOCK, BLOCK):
             return f"weights in {weight.form}"
-        code, group = CODES["e4m3"], 1 if weight.block is None else BLOCK
-    else:
-        assert isinstance(weight, FourBit)
+        groups, group = weight.scale.shape[-1], weight.block[1]
+    elif isinstance(weight, FourBit):
         if weight.offset is not None:
             return "groups with offsets"
-        code, groups = CODES[weight.code], weight.scale.shape[-1]
-        group = inputs // groups
-        if inputs % groups or (group not in (16, 32, 64) and group % BLOCK):
-            return f"{groups} groups of {inputs} inputs; it supports groups of 16, 32, 64 or multiples of {BLOCK}"
         if weight.zero is not None and weight.zero.dtype != jnp.uint8:
             return f"zero points in {weight.zero.dtype}; it supports whole numbers"
+        groups = weight.scale.shape[-1]
+        group = inputs // groups
+    if (groups, group) != (1, 1) and (inputs != groups * group or (group not in (16, 32, 64) and group % BLOCK)):
+        return f"{groups} groups of {inputs} inputs; it supports groups of 16, 32, 64 or multiples of {BLOCK}"
     unit = max(BLOCK // 2, min(group, BLOCK))  # the narrowest operand has 64 inputs
     if inputs % unit:
         return f"{inputs} inputs; it supports multiples of {unit}"
-    return None if weight.scale.dtype in code.scales else f"scales in {weight.scale.dtype}"
+    scale = weight.scale.dtype if isinstance(weight, Quantised) else None
+    return None if scale is None or scale in code.scales else f"scales in {scale}"
 
 
-def stored(weight: Quantised) -> Stored:
+def stored(weight: Array | Quantised) -> Stored:
     """The weight in arrays of types that kernels load; of a matrix, with an axis before it."""
-    if weight.values.ndim == 2:
+    if weight.ndim == 2:
         weight = jax.tree.map(lambda x: x[None], weight)
-    scale, code = weight.scale, weight.code if isinstance(weight, FourBit) else "e4m3"
-    exponents = scale.dtype == jnp.uint8
-    bits = CODES[code].bits
-    words = 4 if weight.shape[-1] % (8 * 16 * THREADS // bits) == 0 else 2
+    code = _code(weight)
+    if not isinstance(weight, Quantised):
+        return Stored(weight, code)
+    scale = weight.scale
     if isinstance(weight, EightBit):
-        factors = () if weight.block is None else (scale,)
         values = jax.lax.bitcast_convert_type(weight.values, jnp.uint8)
-        return Stored(values, factors, code, BLOCK, False, weight.block == (BLOCK, BLOCK), words)
+        if weight.block is None:
+            return Stored(values, code)
+        return Stored(values, code, (scale,), weight.block[1], blocks=weight.block[0] > 1)
     assert isinstance(weight, FourBit)
+    exponents = scale.dtype == jnp.uint8
     if scale.dtype == jnp.float8_e4m3fn:
         scale = jax.lax.bitcast_convert_type(scale, jnp.uint8)
     factors = (scale,) if weight.zero is None else (scale, weight.zero)
-    return Stored(weight.values, factors, code, weight.shape[-1] // scale.shape[-1], exponents, False, words)
+    return Stored(weight.values, code, factors, weight.shape[-1] // scale.shape[-1], exponents)
 
 
 def arranged(x: Float[Array, "*B D"], weight: Stored) -> Float[Array, "*B D"]:
@@ -148,9 +164,9 @@ def load_factors(ref, weight: Stored, first, tile):
 
 
 def operand(values, factors: Sequence, weight: Stored):
-    """The operand [64, inputs] of 64 outputs, from their bytes in shared memory, and what `load_factors` gave of each
+    """The operand [64, inputs] of 64 outputs, from their values in shared memory, and what `load_factors` gave of each
     array; it is smaller than the weight, see `Code`."""
-    found = fragments.words(tensor_cores.load(values, layout=fragments.layout(f"{weight.bytes} bytes")))
+    found = fragments.words(tensor_cores.load(values, layout=fragments.layout(str(weight.columns))))
     high, low = _scales(factors[0], weight) if factors else (None, None)
     least = None
     if len(factors) > 1:
@@ -165,6 +181,10 @@ def operand(values, factors: Sequence, weight: Stored):
             continue
         if weight.code == "int4":
             numbers = _integers(word, 136.0 if least is None else least[at])
+        elif weight.code == "int8":
+            numbers = _bytes(word)
+        elif weight.code == "bfloat16":
+            numbers = [fragments.pairs(word)]
         else:
             numbers = [fragments.scaled(bits, 2.0**120) for bits in _e4m3(word)]
         if high is None:
@@ -180,6 +200,14 @@ def _integers(word, least):
     """The pairs of a word's whole numbers, less what is added to make them bfloat16 numbers from 128 on. Of a number
     that is stored 8 smaller, in two's complement, that makes the highest bit the other one."""
     return [fragments.pairs(fragments.masked(_shifted(word, -4 * i), 0x000F000F, 0x43084308)) - least for i in range(4)]
+
+
+def _bytes(word):
+    """The same of whole numbers of eight bits in two's complement: 128 and the lower bits, less 128, or less 256 where
+    the highest bit is set. That bit has the place of the last one of a bfloat16 number's exponent."""
+    there = [_shifted(word, -8 * i) for i in range(2)]
+    part = lambda bits, mask: fragments.pairs(fragments.masked(bits, mask, 0x43004300))
+    return [part(bits, 0x007F007F) - part(bits, 0x00800080) for bits in there]
 
 
 def _e2m1(word):

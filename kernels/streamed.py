@@ -1,4 +1,4 @@
-"""Products of a few rows with quantized weights on a Hopper GPU (Pallas, Mosaic), which read every weight once.
+"""Products of a few rows with weights on a Hopper GPU (Pallas, Mosaic), which read every weight once.
 
 Weights are what stands on the left of a product of the tensor cores, so that 8 rows are as good as 64: each warpgroup
 of a thread block has 64 outputs, which it decodes in registers (`operands`) and multiplies with rows in shared memory.
@@ -34,7 +34,7 @@ def missing(dtype: jnp.dtype, count: int) -> str | None:
 
 def share(weight: Stored, parts: int) -> int:
     """Tiles of inputs of each of so many parts, at most; the last one may have fewer."""
-    tiles, step = weight.values.shape[2] // weight.bytes, at_once(weight)
+    tiles, step = weight.values.shape[2] // weight.columns, at_once(weight)
     most = max(1, min(parts, tiles // LEAST))
     return -(-tiles // (most * step)) * step
 
@@ -42,7 +42,7 @@ def share(weight: Stored, parts: int) -> int:
 def at_once(weight: Stored) -> int:
     """Tiles that are copied at once, and divide all. Those of half the width stand side by side: an odd number of them,
     so that threads that read at once find what they read in different banks of the memory."""
-    tiles = weight.values.shape[2] // weight.bytes
+    tiles = weight.values.shape[2] // weight.columns
     return next(n for n in ((2, 1) if weight.words == 4 else (5, 3, 1)) if tiles % n == 0)
 
 
@@ -70,14 +70,15 @@ def multiply(
     step = 1 if height > 64 else step
     outputs, tiles = warpgroups * ROWS, D // weight.inputs
     least, most = DEPTH
-    depth = min(most, max(least, MEMORY // (step * (outputs * weight.bytes + 2 * height * weight.inputs))))
-    apart = step if weight.words == 4 else 1
+    stage = step * (outputs * weight.columns * weight.values.dtype.itemsize + height * weight.inputs * x.dtype.itemsize)
+    depth = min(most, max(least, MEMORY // stage))
+    apart, wide = step if weight.words == 4 else 1, min(64, weight.inputs)
     scratch = {
-        "values_smem": plgpu.SMEM((depth, apart, outputs, step // apart * weight.bytes), jnp.uint8),
+        "values_smem": plgpu.SMEM((depth, apart, outputs, step // apart * weight.columns), weight.values.dtype),
         "x_smem": plgpu.SMEM(
             (depth, height, step * weight.inputs),
             x.dtype,
-            transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)),
+            transforms=(plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(wide * x.dtype.itemsize)),
         ),
         **stages.pipeline(depth, apart + 1, warpgroups),
     }
@@ -113,7 +114,7 @@ def _kernel(plgpu, x, values, *rest, values_smem, x_smem, arrived, consumed, wei
     def fetch(i, stage):
         at = first + i * step
         for j in range(apart):
-            columns = pl.ds((at + j * together) * weight.bytes, together * weight.bytes)
+            columns = pl.ds((at + j * together) * weight.columns, together * weight.columns)
             source = values.at[expert, pl.ds(begin, outputs), columns]
             plgpu.copy_gmem_to_smem(source, values_smem.at[stage, j], arrived.at[stage])
         source = rows.at[:, pl.ds(at * weight.inputs, step * weight.inputs)]
@@ -129,7 +130,7 @@ def _kernel(plgpu, x, values, *rest, values_smem, x_smem, arrived, consumed, wei
         later = ahead(jnp.minimum(i + 1, count - 1))
         stage = stages.wait(fetch, i, count, depth, arrived, consumed)
         for t in range(step):
-            columns = pl.ds(t % together * weight.bytes, weight.bytes)
+            columns = pl.ds(t % together * weight.columns, weight.columns)
             here = values_smem.at[stage, t // together, pl.ds(mine * ROWS, ROWS), columns]
             inputs = x_smem.at[stage, :, pl.ds(t * weight.inputs, weight.inputs)]
             total = tensor_cores.add_product(total, operands.operand(here, now[t], weight), inputs.transpose((1, 0)))

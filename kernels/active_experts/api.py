@@ -29,7 +29,7 @@ def serves(tokens: int, chosen: int, dtype: jnp.dtype, first: Array | Quantised,
     Args:
         chosen: how many experts all tokens choose, counted for each of them.
     """
-    if tokens > MOST_TOKENS or not (isinstance(first, Quantised) and isinstance(second, Quantised)):
+    if tokens > MOST_TOKENS:
         return False
     found, slots = [], min(first.shape[0], chosen)
     for weight, count in ((first, 1), (second, slots)):
@@ -56,7 +56,11 @@ def active(chosen: Int[Array, " M"], experts: int) -> tuple[Int[Array, " S1"], I
 
 @partial(jax.jit, static_argnames="implementation")  # a call by this name in every trace; see `benchmarks.costs`
 def multiply(
-    x: Float[Array, "X T D"], weights: Quantised, slots: Int[Array, " S1"], *, implementation: Name | None = None
+    x: Float[Array, "X T D"],
+    weights: Float[Array, "E N D"] | Quantised,
+    slots: Int[Array, " S1"],
+    *,
+    implementation: Name | None = None,
 ) -> Float[Array, "S T N"]:
     """`x[s] @ weights[slots[s]].T`, summed and returned in float32; of slots that are not in use, anything. The kernel
     has no gradient.

@@ -12,7 +12,7 @@ WARPGROUPS = 2, 3, 1  # of a thread block, the preferred ones first
 BLOCKS = 132  # thread blocks that there are at least, if possible: an H100 has as many cores
 
 
-def declines(x: Float[Array, "X T D"] | jax.ShapeDtypeStruct, weights: Quantised) -> str | None:
+def declines(x: Float[Array, "X T D"] | jax.ShapeDtypeStruct, weights: Array | Quantised) -> str | None:
     """Why these shapes are not served, or None."""
     if why := streamed.missing(x.dtype, x.shape[1]):
         return why
@@ -23,7 +23,9 @@ def declines(x: Float[Array, "X T D"] | jax.ShapeDtypeStruct, weights: Quantised
     return operands.declines(weights)
 
 
-def multiply(x: Float[Array, "X T D"], weights: Quantised, slots: Int[Array, " S1"]) -> Float[Array, "S T N"]:
+def multiply(
+    x: Float[Array, "X T D"], weights: Float[Array, "E N D"] | Quantised, slots: Int[Array, " S1"]
+) -> Float[Array, "S T N"]:
     """See `api.multiply`."""
     T, N, stored = x.shape[1], weights.shape[1], operands.stored(weights)
     rows = operands.arranged(jnp.pad(x, ((0, 0), (0, -T % 8), (0, 0))), stored)

@@ -9,7 +9,9 @@ from dflash_jax.quantised import Quantised
 from ..products import product
 
 
-def multiply(x: Float[Array, "X T D"], weights: Quantised, slots: Int[Array, " S1"]) -> Float[Array, "S T N"]:
+def multiply(
+    x: Float[Array, "X T D"], weights: Float[Array, "E N D"] | Quantised, slots: Int[Array, " S1"]
+) -> Float[Array, "S T N"]:
     """See `api.multiply`."""
 
     def one(slot: Int[Array, ""]) -> Float[Array, "T N"]:

@@ -27,7 +27,7 @@ class Trial(NamedTuple):
     kind: Kind
 
     @classmethod
-    def of(cls, x: Float[Array, "X T D"] | jax.ShapeDtypeStruct, weights: Quantised, slots: int) -> "Trial":
+    def of(cls, x: Float[Array, "X T D"] | jax.ShapeDtypeStruct, weights: Array | Quantised, slots: int) -> "Trial":
         """The trial of a call with arrays of these shapes, and so many slots."""
         tokens = next((tokens for tokens in TOKENS if x.shape[1] <= tokens), x.shape[1])
         _, outputs, inputs = weights.shape

@@ -1,4 +1,5 @@
-"""Implementation for Hopper (Pallas, Mosaic GPU) for weights of four bits, and FP8 in blocks, and a few rows.
+"""Implementation for Hopper (Pallas, Mosaic GPU) for weights of four bits, or eight with a scale for few inputs, and a
+few rows.
 
 See `kernels.streamed`. Where the outputs give too few thread blocks for a GPU, the inputs are divided, and XLA adds the
 parts, in order.

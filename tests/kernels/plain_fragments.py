@@ -11,7 +11,7 @@ from dflash_jax.kernels import fragments, tensor_cores
 
 
 def plain_words(stored):
-    found = stored.reshape(64, 4, -1, 4).astype(jnp.int32)
+    found = jax.lax.bitcast_convert_type(stored, jnp.uint8).reshape(64, 4, -1, 4).astype(jnp.int32)
     whole = sum(found[..., i] << 8 * i for i in range(4))
     return tuple(whole[:, :, i] for i in range(whole.shape[2]))
 

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.kernels import tensor_cores
 from dflash_jax.kernels.active_experts import active, multiply, serves
 from dflash_jax.kernels.active_experts.trial import Trial
 from dflash_jax.kernels.dispatch import using
+from dflash_jax.kernels.verify import TOLERANCE
 from dflash_jax.models.experts import apply_experts
 from dflash_jax.quantised import EightBit, FourBit, quantised
-from tests.kernels.plain_fragments import interpreted
+from tests.kernels.plain_fragments import interpreted, ordered_product
 
 E, N, D = 5, 192, 320
 BFLOAT16 = jnp.dtype("bfloat16")
@@ -32,10 +34,21 @@ def blocks(outputs=256, inputs=384):
     return EightBit(values, scale, block=(128, 128))
 
 
+def groups(size, outputs=N, inputs=D):
+    """As GGUF has them."""
+    rng = np.random.default_rng(2)
+    values = jnp.asarray(rng.integers(-128, 128, (E, outputs, inputs)), jnp.int8)
+    scale = jnp.asarray(rng.uniform(0.1, 1, (E, outputs, inputs // size)), jnp.float32)
+    return EightBit(values, scale, block=(1, size))
+
+
 WEIGHTS = {
     "MXFP4": mxfp4,
     "FP8 in blocks": blocks,
     "FP8": lambda: quantised(jax.random.normal(jax.random.key(0), (E, N, D)), "fp8"),
+    "int8": lambda: quantised(jax.random.normal(jax.random.key(0), (E, N, D)), "int8"),
+    "int8 in groups": lambda: groups(32),
+    "bfloat16": lambda: jax.random.normal(jax.random.key(0), (E, N, D), jnp.bfloat16),
     "int4": lambda: quantised(jax.random.normal(jax.random.key(0), (E, N, D), jnp.bfloat16), "int4"),
 }
 
@@ -71,8 +84,35 @@ def test_products(name, each, implementation):
         "std,snd->stn", np.broadcast_to(x[:3] if each else x, (3, 11, x.shape[2])).astype(float), plain
     )
     assert found.shape == (4, 11, weights.shape[1])
-    own = implementation == "gpu" and name in ("FP8", "int4")  # whose scales are not rounded with the numbers
+    # Scales that are not rounded with the numbers, or in two parts.
+    own = implementation == "gpu" and name in ("FP8", "int8", "int8 in groups", "int4")
     np.testing.assert_allclose(found[:3], expected, atol=(4e-3 if own else 1e-4) * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", ["int8", "bfloat16"])
+def test_a_row_is_the_same_beside_any_others(name, monkeypatch):
+    """To the bit, as far as the kernel says in which order it adds; and what XLA gives."""
+    weights, slots = WEIGHTS[name](), jnp.asarray([4, 0, 1, 2])  # the third is not in use
+    x = jax.random.normal(jax.random.key(2), (1, 64, D), jnp.bfloat16)
+    with interpreted(monkeypatch):
+        monkeypatch.setattr(tensor_cores, "add_product", ordered_product)
+        alone = multiply(x[:, :1], weights, slots, implementation="gpu")[:2]
+        for count in (8, 16, 31, 64):
+            rows = jnp.concatenate([x[:, :1], x[:, 65 - count :]], axis=1)
+            found = multiply(rows, weights, slots, implementation="gpu")[:2]
+            expected = multiply(rows, weights, slots, implementation="xla")[:2]
+            np.testing.assert_allclose(found, expected, atol=TOLERANCE["bfloat16"] * np.abs(expected).max())
+            np.testing.assert_array_equal(found[:, :1], alone)
+
+
+def test_every_number_of_eight_bits_is_decoded_exactly(monkeypatch):
+    """At all places of a word."""
+    codes = (np.arange(64)[:, None] + np.arange(256)[None]) % 256 - 128
+    values, scale = jnp.asarray(codes[None], jnp.int8), jnp.full((1, 64), 0.5)
+    one_by_one = jnp.eye(256, dtype=jnp.bfloat16).reshape(4, 64, 256)
+    with interpreted(monkeypatch):
+        found = multiply(one_by_one, EightBit(values, scale), jnp.asarray([0, 0, 0, 0, 4]), implementation="gpu")
+    np.testing.assert_array_equal(found.reshape(256, 64).T, codes * 0.5)
 
 
 def test_a_slot_that_is_not_in_use_is_not_computed(monkeypatch):
@@ -83,10 +123,17 @@ def test_a_slot_that_is_not_in_use_is_not_computed(monkeypatch):
     assert not np.isclose(found[1], multiply(x, weights, jnp.asarray([1, 1]), implementation="xla")[0]).all()
 
 
-@pytest.mark.parametrize("biases", [False, True])
-def test_a_layer_gives_what_sorted_tokens_give(biases, monkeypatch):
+LAYERS = {
+    "MXFP4": lambda weight: weight,
+    "int8": lambda weight: quantised(weight.astype(BFLOAT16), "int8"),
+    "bfloat16": lambda weight: weight.astype(BFLOAT16),
+}
+
+
+@pytest.mark.parametrize(("name", "biases"), [("MXFP4", False), ("MXFP4", True), ("int8", False), ("bfloat16", False)])
+def test_a_layer_gives_what_sorted_tokens_give(name, biases, monkeypatch):
     """With tokens that are none, and experts that nobody goes to."""
-    gate_up, down = mxfp4(2 * N, D), mxfp4(D, N, seed=1)
+    gate_up, down = LAYERS[name](mxfp4(2 * N, D)), LAYERS[name](mxfp4(D, N, seed=1))
     bias = jax.random.normal(jax.random.key(4), (E, 2 * N), jnp.bfloat16) if biases else None
     x = jax.random.normal(jax.random.key(2), (2, 3, D), jnp.bfloat16)
     chosen = jnp.asarray([[[0, 3], [3, 1], [E, E]], [[1, 0], [E, E], [3, 0]]])
@@ -100,12 +147,14 @@ def test_a_layer_gives_what_sorted_tokens_give(biases, monkeypatch):
     np.testing.assert_array_equal(found[0, 2], 0.0)
 
 
-def test_many_tokens_and_plain_weights_are_sorted(monkeypatch):
+def test_many_tokens_and_wide_numbers_are_sorted(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    plain = jnp.zeros((E, N, D), BFLOAT16)
     with using("gpu"):
         assert serves(64, 128, BFLOAT16, mxfp4(), mxfp4())
+        assert serves(64, 128, BFLOAT16, plain, WEIGHTS["int8"]())
         assert not serves(65, 130, BFLOAT16, mxfp4(), mxfp4())
-        assert not serves(8, 16, BFLOAT16, mxfp4(), jnp.zeros((E, N, D), BFLOAT16))
+        assert not serves(8, 16, BFLOAT16, mxfp4(), plain.astype("float32"))
         assert not serves(8, 16, jnp.dtype("float32"), mxfp4(), mxfp4())
     assert not serves(8, 16, BFLOAT16, mxfp4(), mxfp4())
 

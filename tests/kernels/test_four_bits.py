@@ -114,6 +114,28 @@ def test_blocks_of_eight_bits(outputs, D, kernel):
     check(kernel, rows(9, D), EightBit(values, scale, block=(outputs, 128)))
 
 
+@pytest.mark.parametrize(
+    ("numbers", "group", "scale", "D"),
+    [
+        ("int8", 32, "float16", 192),
+        ("int8", 16, "float32", 256),
+        ("int8", 64, "bfloat16", 640),
+        ("e4m3", 32, "float32", 64),
+    ],
+)
+def test_groups_of_eight_bits(numbers, group, scale, D, kernel):
+    """As GGUF has them, and others."""
+    if kernel == "tpu":
+        pytest.skip("XLA serves these")
+    rng = np.random.default_rng(4)
+    if numbers == "int8":
+        values = jnp.asarray(rng.integers(-128, 128, (256, D)), jnp.int8)
+    else:
+        values = jnp.asarray(rng.standard_normal((256, D)), jnp.float8_e4m3fn)
+    scales = jnp.asarray(np.exp2(rng.uniform(-8, 1, (256, D // group))), scale)
+    check(kernel, rows(9, D), EightBit(values, scales, block=(1, group)))
+
+
 @pytest.mark.slow
 def test_many_rows(kernel):
     check(kernel, rows(256), weight(*KINDS["MXFP4"]))

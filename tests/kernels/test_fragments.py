@@ -54,9 +54,10 @@ def registers(array, name):
 
 
 STEPS = {  # the layouts of what goes in and comes out, and what happens to a register's bits
-    "words": ("64 bytes", "words", 4, lambda x, i: x.view(np.int32)[..., i : i + 1]),
-    "half the words": ("32 bytes", "words", 2, lambda x, i: x.view(np.int32)[..., i : i + 1]),
-    "pairs": ("words", "operand", 1, lambda x, i: x.view(np.uint16)),
+    "words": ("64", "4", 4, lambda x, i: x.view(np.int32)[..., i : i + 1]),
+    "half the words": ("32", "4", 2, lambda x, i: x.view(np.int32)[..., i : i + 1]),
+    "words of bfloat16": ("32", "4", 4, lambda x, i: x.view(np.int32)[..., i : i + 1]),
+    "pairs": ("4", "operand", 1, lambda x, i: x.view(np.uint16)),
     "apart": ("operand", "single", 1, lambda x, i: x.reshape(128, -1, 1)),
     "unzipped": ("two", "column", 2, lambda x, i: x[..., i::2]),
     "of one column": ("1", "operand", 1, lambda x, i: np.repeat(x, 2, axis=-1)),
@@ -70,17 +71,9 @@ STEPS = {  # the layouts of what goes in and comes out, and what happens to a re
 def test_renamed_registers_hold_what_plain_arrays_say(name):
     of, to, count, step = STEPS[name]
     rng = np.random.default_rng(0)
-    shape = {
-        "64 bytes": (64, 64),
-        "32 bytes": (64, 32),
-        "words": (64, 4),
-        "operand": (64, 8),
-        "1": (64,),
-        "2": (64, 2),
-        "4": (64, 4),
-        "two": (32,),
-    }[of]
-    if "words" in name:
+    columns = {"operand": 8, "two": 32}.get(of) or int(of)
+    shape = (columns,) if of == "two" else (64,) if columns == 1 else (64, columns)
+    if name in ("words", "half the words"):
         given = rng.integers(0, 256, shape, np.uint8)
     elif name == "pairs":
         given = rng.integers(-(2**31), 2**31, shape, np.int32)
@@ -103,7 +96,7 @@ def test_every_code_is_in_one_register():
     assert (np.diff(found, axis=2) == 1).all()
 
 
-@pytest.mark.parametrize(("bits", "words"), [(4, 4), (4, 2), (8, 4), (8, 2)])
+@pytest.mark.parametrize(("bits", "words"), [(4, 4), (4, 2), (8, 4), (8, 2), (16, 4)])
 def test_inputs_are_arranged_as_threads_hold_them(bits, words):
     """Column by column: a thread's words lie where the tensor cores look for its pairs."""
     size = THREADS * words * 32 // bits

@@ -1,4 +1,4 @@
-"""Whole decoding steps with quantized weights, by real compilers: no array of a dequantized weight is written."""
+"""Decoding steps with quantized weights, by real compilers: no array of a dequantized weight is written."""
 
 import math
 import re
@@ -15,7 +15,8 @@ from dflash_jax.benchmarks.presets import PAIRS
 from dflash_jax.kernels.active_experts import multiply
 from dflash_jax.kernels.linear import linear
 from dflash_jax.mesh import make_mesh
-from dflash_jax.quantised import FourBit, Quantised
+from dflash_jax.models.experts import apply_experts
+from dflash_jax.quantised import EightBit, FourBit, Quantised
 from tests.chips import topology
 
 EVERYTHING = {"target": "int8", "drafter": "int8", "head": "int8"}
@@ -115,46 +116,84 @@ def reads_four_bits():
     return jax.__version_info__ >= (0, 12)
 
 
-FORMATS = {
-    "int4 with zero points": (128, "float16", True),
-    "int4": (32, "bfloat16", False),
-    "MXFP4": (32, "uint8", False),
-    "NVFP4": (16, "float8_e4m3fn", False),
+FORMATS = {  # inputs that share a scale, if not all of an output, and whether there are zero points
+    "int4 with zero points": ("int4", 128, "float16", True),
+    "int4": ("int4", 32, "bfloat16", False),
+    "MXFP4": ("e2m1", 32, "uint8", False),
+    "NVFP4": ("e2m1", 16, "float8_e4m3fn", False),
+    "int8": ("int8", None, "float32", False),
+    "int8 in groups of 32": ("int8", 32, "float16", False),
+    "int8 in groups of 16": ("int8", 16, "float32", False),
+    "bfloat16": ("bfloat16", None, "", False),
 }
+
+
+def spec(shape, dtype):
+    place = SingleDeviceSharding(topology("h100")[0])
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+
+def stored(name, *shape):
+    """What stands for a weight in one of these formats."""
+    code, group, scale, zero = FORMATS[name]
+    groups = shape[:-1] if group is None else (*shape[:-1], shape[-1] // group)
+    if code == "bfloat16":
+        return spec(shape, code)
+    if code == "int8":
+        return EightBit(spec(shape, code), spec(groups, scale), block=group and (1, group))
+    zeros = spec(groups, jnp.uint8) if zero else None
+    return FourBit(spec((*shape[:-1], shape[-1] // 2), jnp.uint8), spec(groups, scale), zero=zeros, code=code)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 16, 64, 256])
 @pytest.mark.parametrize("name", FORMATS)
 def test_registers_hold_what_the_kernel_for_hopper_needs(name, rows, monkeypatch, capfd):
-    """At the widths of real weights: matrices, and experts of gpt-oss-20b, whose inputs are an odd number of tiles."""
+    """At the widths of real weights: matrices in groups, and experts of gpt-oss-20b, whose inputs are an odd number of
+    tiles."""
     if not kernel_for("h100"):
         pytest.skip("the kernel needs jax 0.11")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    place, (group, scale, zero) = SingleDeviceSharding(topology("h100")[0]), FORMATS[name]
-    spec = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-    code = "int4" if name.startswith("int4") else "e2m1"
-
-    def weight(*shape):
-        groups = *shape[:-1], shape[-1] // group
-        zeros = spec(groups, jnp.uint8) if zero else None
-        return FourBit(spec((*shape[:-1], shape[-1] // 2), jnp.uint8), spec(groups, scale), zero=zeros, code=code)
-
+    group, programs = FORMATS[name][1], []
+    if group is None and rows > 64:
+        pytest.skip("experts of so many tokens are sorted")
     with topologies.compiling_for("h100"):
-        x = spec((1, rows, 12288), jnp.bfloat16)
-        programs = [jax.jit(partial(linear, implementation="gpu")).lower(x, weight(4096, 12288))]
-        if group < 128:
-            x = spec((1, rows, 2880), jnp.bfloat16)
-            programs.append(jax.jit(partial(linear, implementation="gpu")).lower(x, weight(5760, 2880)))
-        if rows <= 64 and group < 128:
+        for outputs, inputs in ((4096, 12288), (5760, 2880)):
+            if group and inputs % group == 0:
+                x = spec((1, rows, inputs), jnp.bfloat16)
+                call = jax.jit(partial(linear, implementation="gpu"))
+                programs.append(call.lower(x, stored(name, outputs, inputs)))
+        if rows <= 64 and group != 128:
             x, slots = spec((32, rows, 2880), jnp.bfloat16), spec((33,), jnp.int32)
-            call = partial(multiply, implementation="gpu")
-            programs.append(jax.jit(call).lower(x, weight(32, 2880, 2880), slots))
+            call = jax.jit(partial(multiply, implementation="gpu"))
+            programs.append(call.lower(x, stored(name, 32, 2880, 2880), slots))
         for program in programs:
             program.compile()
     said = "".join(capfd.readouterr())
     assert said.count("bytes spill stores") == len(programs)
     assert set(re.findall(r"(\d+) bytes spill", said)) == {"0"}
+
+
+@pytest.mark.parametrize("tokens", [24, 64])
+@pytest.mark.parametrize("name", ["int8", "bfloat16"])
+def test_experts_of_few_tokens_are_not_copied(name, tokens, monkeypatch, capfd):
+    """Those of Qwen3-Coder-30B-A3B: two kernels read them as they are, and nothing is sorted."""
+    if not kernel_for("h100"):
+        pytest.skip("the kernel needs jax 0.11")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    E, k, D, inner = 128, 8, 2048, 768
+    gate_up, down = stored(name, E, 2 * inner, D), stored(name, E, D, inner)
+    each = spec((1, tokens, k), jnp.float32), spec((1, tokens, k), jnp.int32)
+    run = lambda x, weights, chosen, gate_up, down: apply_experts(x, weights, chosen, gate_up, None, down, None)
+    with topologies.compiling_for("h100"):
+        program = jax.jit(run).lower(spec((1, tokens, D), jnp.bfloat16), *each, gate_up, down).compile()
+    text = program.as_text()
+    assert re.findall(r"(\d+) bytes spill", "".join(capfd.readouterr())) == ["0"] * 4  # stores and loads of each
+    assert text.count('custom_call_target="mosaic_gpu') == 2
+    assert not re.search(r" sort\(|xla\.gpu\.triton", text)
+    sizes = {math.prod(shape) // n for shape in (gate_up.shape, down.shape) for n in (1, E)}
+    assert not [line for size, line in written(text) if size in sizes]
+    assert program.memory_analysis().temp_size_in_bytes < 2 * 4 * E * tokens * (2 * inner + D)  # sums of every expert
 
 
 def test_what_is_written_is_found():

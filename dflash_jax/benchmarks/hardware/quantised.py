@@ -1,4 +1,5 @@
-"""Products of a few rows with quantized weights: equal to float32, to the bit at every width, and how fast."""
+"""Products of a few rows with quantized weights, and with experts: equal to float32, to the bit at every width, and how
+fast."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -41,6 +42,12 @@ def _e2m1(shape: tuple[int, ...], group: int) -> FourBit:
     return FourBit(values, scale, gain=jnp.full(shape[:-1], 0.01, jnp.float32), code="e2m1")
 
 
+def _int8(shape: tuple[int, ...], group: int) -> EightBit:
+    values = jax.random.randint(jax.random.key(1), shape, -127, 128).astype(jnp.int8)
+    scale = jax.random.uniform(jax.random.key(2), (*shape[:-1], shape[-1] // group), minval=0.001, maxval=0.003)
+    return EightBit(values, scale, block=(1, group))
+
+
 def _blocks(shape: tuple[int, ...]) -> EightBit:
     values = jax.random.normal(jax.random.key(1), shape).astype(jnp.float8_e4m3fn)
     blocks = *shape[:-2], -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK)
@@ -50,12 +57,19 @@ def _blocks(shape: tuple[int, ...]) -> EightBit:
 
 KINDS: dict[str, Callable[[tuple[int, ...]], Quantised]] = {
     "INT8": lambda shape: quantised(jax.random.normal(jax.random.key(1), shape, jnp.bfloat16), "int8"),
+    "INT8, groups of 32": lambda shape: _int8(shape, 32),
     "FP8 in blocks": _blocks,
     "INT4, groups of 128, zero points (AWQ)": lambda shape: _int4(shape, 128, "float16", zero=True),
     "INT4, groups of 128": lambda shape: _int4(shape, 128, "bfloat16", zero=False),
     "INT4, groups of 32": lambda shape: _int4(shape, 32, "bfloat16", zero=False),
     "MXFP4": lambda shape: _e2m1(shape, 32),
     "NVFP4": lambda shape: _e2m1(shape, 16),
+}
+
+EXPERT_KINDS: dict[str, Callable[[tuple[int, ...]], Array | Quantised]] = {
+    "MXFP4": KINDS["MXFP4"],
+    "INT8": KINDS["INT8"],
+    "bfloat16": lambda shape: jax.random.normal(jax.random.key(1), shape, jnp.bfloat16),
 }
 
 
@@ -69,11 +83,12 @@ def weights(*, small: bool, dtype: jnp.dtype) -> Iterator[Figures]:
             yield _row(f"{name}, {kind}", linear, draw, (weight,), small)
     for name, shape in EXPERTS.items():
         experts, tokens = (32, *shape) if not small else (4, 128, 128), (1, 8, 16)
-        made = jax.jit(partial(_e2m1, group=32), static_argnums=0)(experts)
-        for count in tokens:
-            slots = jnp.arange(min(experts[0], 4 * count) + 1)  # as many as may be active
-            draw = lambda rows, inputs=experts[2]: jax.random.normal(jax.random.key(0), (1, rows, inputs), dtype)
-            yield _row(f"{name}, experts of {count} tokens, MXFP4", multiply, draw, (made, slots), small, (count,))
+        draw = lambda rows, inputs=experts[2]: jax.random.normal(jax.random.key(0), (1, rows, inputs), dtype)
+        for kind, make in EXPERT_KINDS.items():
+            made = jax.jit(make, static_argnums=0)(experts)
+            for count in tokens:
+                slots = jnp.arange(min(experts[0], 4 * count) + 1)  # as many as may be active
+                yield _row(f"{name}, experts of {count} tokens, {kind}", multiply, draw, (made, slots), small, (count,))
 
 
 def _served(call: Callable[..., Array], implementation: Name, *arguments: Any) -> Array | None:
