@@ -39,19 +39,21 @@ SORTED = {
     "sorted int8": ("small", 1),
     "sorted bfloat16": ("plain", 1),
 }
-# By the Mosaic kernel: group (None is a scale for each output) and type of scales, and whether there are zero points.
+# By the Mosaic kernel: group (None is a scale for each output) and type of scales, and type of zero points
+# or offsets.
 STREAMED = {
-    "int4": (128, "bfloat16", False),
-    "int4-zeros": (128, "float16", True),
-    "int4-32": (32, "bfloat16", False),
-    "mxfp4": (32, "uint8", False),
-    "nvfp4": (16, "float8_e4m3fn", False),
-    "fp8": (128, "float32", False),
-    "int8-32": (32, "float16", False),
-    "int8-16": (16, "float32", False),
-    "experts": (32, "uint8", False),
-    "int8 experts": (None, "float32", False),
-    "bfloat16 experts": (None, "", False),
+    "int4": (128, "bfloat16", ""),
+    "int4-zeros": (128, "float16", "uint8"),
+    "int4-32": (32, "bfloat16", ""),
+    "int4-offsets": (32, "float32", "float32"),
+    "mxfp4": (32, "uint8", ""),
+    "nvfp4": (16, "float8_e4m3fn", ""),
+    "fp8": (128, "float32", ""),
+    "int8-32": (32, "float16", ""),
+    "int8-16": (16, "float32", ""),
+    "experts": (32, "uint8", ""),
+    "int8 experts": (None, "float32", ""),
+    "bfloat16 experts": (None, "", ""),
 }
 
 
@@ -66,7 +68,7 @@ def spec(shape: tuple[int, ...], dtype: Any) -> Any:
 
 def weight(kind: str) -> Any:
     """Shapes of what stands for a weight."""
-    group, scale, zero = STREAMED[kind]
+    group, scale, less = STREAMED[kind]
     shape = (GROUPS, OUTPUTS, INPUTS) if kind.endswith("experts") else MATRIX
     if kind.startswith("bfloat16"):
         return spec(shape, jnp.bfloat16)
@@ -77,8 +79,8 @@ def weight(kind: str) -> Any:
         blocks = tuple(size // BLOCK for size in shape)
         return EightBit(spec(shape, jnp.float8_e4m3fn), spec(blocks, scale), block=(BLOCK, BLOCK))
     groups, code = (*shape[:-1], shape[-1] // group), "int4" if kind.startswith("int4") else "e2m1"
-    zeros = spec(groups, jnp.uint8) if zero else None
-    return FourBit(spec((*shape[:-1], shape[-1] // 2), jnp.uint8), spec(groups, scale), zero=zeros, code=code)
+    subtracted = {"zero" if less == "uint8" else "offset": spec(groups, less)} if less else {}
+    return FourBit(spec((*shape[:-1], shape[-1] // 2), jnp.uint8), spec(groups, scale), code=code, **subtracted)
 
 
 def streamed(kind: str) -> tuple[str, float]:

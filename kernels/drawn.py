@@ -18,7 +18,7 @@ class Kind(NamedTuple):
     scale: str = ""
     block: tuple[int, int] | None = None
     zero: bool = False
-    offset: bool = False
+    offset: str = ""
 
     @classmethod
     def of(cls, weight: Array | Quantised, axes: int = 0) -> "Kind":
@@ -29,7 +29,8 @@ class Kind(NamedTuple):
         if isinstance(weight, EightBit):
             return cls(weight.form, sizes, scale, weight.block)
         assert isinstance(weight, FourBit)
-        return cls(weight.form, sizes, scale, None, weight.zero is not None, weight.offset is not None)
+        offset = "" if weight.offset is None else str(weight.offset.dtype)
+        return cls(weight.form, sizes, scale, None, weight.zero is not None, offset)
 
     def draw(self, key: PRNGKeyArray, shape: tuple[int, ...]) -> Array | Quantised:
         """Random numbers and zero points, and scales of several sizes."""
@@ -48,5 +49,5 @@ class Kind(NamedTuple):
             return EightBit(numbers.astype(small), scale, block=self.block)
         values = jax.random.bits(first, (*shape[:-1], shape[-1] // 2), jnp.uint8)
         zero = jax.random.randint(third, scales, 0, 16).astype(jnp.uint8) if self.zero else None
-        offset = 8 * jnp.exp2(exponent.astype(jnp.float32)) if self.offset else None
+        offset = (5 * jnp.exp2(exponent.astype(jnp.float32))).astype(self.offset) if self.offset else None
         return FourBit(values, scale, zero=zero, offset=offset, code="int4" if self.form == "INT4" else "e2m1")

@@ -51,11 +51,12 @@ class Stored(NamedTuple):
     Attributes:
         values: [E, N, _] in bytes, or in bfloat16.
         code: of `CODES`.
-        factors: scales and, if there are, zero points: [E, N, G], or [E, N / 128, G] of blocks. None where sums are
-            multiplied instead.
+        factors: scales and, if there are, zero points or offsets: [E, N, G], or [E, N / 128, G] of blocks. None where
+            sums are multiplied instead.
         group: inputs that share a factor.
         exponents: whether scales are exponents.
         blocks: whether 128 outputs share a factor.
+        offsets: whether the second factors are what is subtracted from numbers times their scales.
     """
 
     values: Array
@@ -64,6 +65,7 @@ class Stored(NamedTuple):
     group: int = 0
     exponents: bool = False
     blocks: bool = False
+    offsets: bool = False
 
     @property
     def words(self) -> int:
@@ -103,8 +105,8 @@ def declines(weight: Array | Quantised) -> str | None:
             return f"weights in {weight.form}"
         groups, group = weight.scale.shape[-1], weight.block[1]
     elif isinstance(weight, FourBit):
-        if weight.offset is not None:
-            return "groups with offsets"
+        if weight.offset is not None and (weight.zero is not None or weight.code != "int4"):
+            return f"offsets of {'zero points' if weight.zero is not None else weight.form}"
         if weight.zero is not None and weight.zero.dtype != jnp.uint8:
             return f"zero points in {weight.zero.dtype}; it supports whole numbers"
         groups = weight.scale.shape[-1]
@@ -135,8 +137,9 @@ def stored(weight: Array | Quantised) -> Stored:
     exponents = scale.dtype == jnp.uint8
     if scale.dtype == jnp.float8_e4m3fn:
         scale = jax.lax.bitcast_convert_type(scale, jnp.uint8)
-    factors = (scale,) if weight.zero is None else (scale, weight.zero)
-    return Stored(weight.values, code, factors, weight.shape[-1] // scale.shape[-1], exponents)
+    factors = tuple(x for x in (scale, weight.zero, weight.offset) if x is not None)
+    group, offsets = weight.shape[-1] // scale.shape[-1], weight.offset is not None
+    return Stored(weight.values, code, factors, group, exponents, offsets=offsets)
 
 
 def arranged(x: Float[Array, "*B D"], weight: Stored) -> Float[Array, "*B D"]:
@@ -145,7 +148,7 @@ def arranged(x: Float[Array, "*B D"], weight: Stored) -> Float[Array, "*B D"]:
 
 
 def load_factors(ref, weight: Stored, first, tile):
-    """The factors, or zero points, of 64 outputs and the inputs of a tile, from memory [N, G].
+    """The factors, zero points or offsets of 64 outputs and the inputs of a tile, from memory [N, G].
 
     Args:
         first: of the outputs.
@@ -168,8 +171,11 @@ def operand(values, factors: Sequence, weight: Stored):
     array; it is smaller than the weight, see `Code`."""
     found = fragments.words(tensor_cores.load(values, layout=fragments.layout(str(weight.columns))))
     high, low = _scales(factors[0], weight) if factors else (None, None)
-    least = None
-    if len(factors) > 1:
+    least = rest = None
+    if weight.offsets:  # from 8, which is subtracted from the numbers, so that what is rounded is small
+        scale, offset = (factor.astype(jnp.float32) for factor in factors)
+        rest = fragments.twice((8.0 * scale - offset).astype(jnp.bfloat16))
+    elif len(factors) > 1:
         zero = factors[1].astype(jnp.int32).astype(jnp.float32)
         least = fragments.twice((128.0 + zero).astype(jnp.bfloat16))
     parts = []
@@ -187,13 +193,17 @@ def operand(values, factors: Sequence, weight: Stored):
             numbers = [fragments.pairs(word)]
         else:
             numbers = [fragments.scaled(bits, 2.0**120) for bits in _e4m3(word)]
-        if high is None:
-            parts += numbers
-        elif low is None:
-            parts += [number * high[at] for number in numbers]
-        else:
-            parts += [fragments.fused(number, high[at], number * low[at]) for number in numbers]
+        parts += [_times(number, *(x and x[at] for x in (high, low, rest))) for number in numbers]
     return fragments.joined(parts)
+
+
+def _times(number, high, low, rest):
+    """`number * (high + low) + rest`, as far as there are these."""
+    if high is None:
+        return number
+    if low is not None:
+        rest = number * low if rest is None else fragments.fused(number, low, rest)
+    return number * high if rest is None else fragments.fused(number, high, rest)
 
 
 def _integers(word, least):

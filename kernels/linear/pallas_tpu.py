@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from dflash_jax.mesh import current_mesh
 from dflash_jax.quantised import FourBit, Quantised, e2m1, e4m3, e8m0
 
-from ..products import FEW_ROWS
+from ..products import FEW_ROWS, product
 
 OUTPUTS = 128  # of a program
 LANES = 128
@@ -39,8 +39,8 @@ def declines(x: Float[Array, "B T D"], weight: Quantised) -> str | None:
         return f"weights of {outputs} x {inputs}; it supports multiples of {OUTPUTS} x {CHUNK}"
     if inputs % groups or (CHUNK % (inputs // groups) and inputs // groups % CHUNK):
         return f"{groups} groups of {inputs} inputs; it supports groups that divide {CHUNK}, or multiples of it"
-    if weight.offset is not None:
-        return "groups with offsets"
+    if weight.offset is not None and weight.zero is not None:
+        return "offsets of zero points"
     if weight.zero is not None and weight.zero.dtype != jnp.uint8:
         return f"zero points in {weight.zero.dtype}; it supports whole numbers"
     return "several devices" if current_mesh() is not None else None
@@ -72,6 +72,10 @@ def linear(x: Float[Array, "B T D"], weight: FourBit) -> Float[Array, "B T M"]:
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
     )(rows[:, ::2], rows[:, 1::2], weight.values, *factors)
     total = found.T[: B * T]
+    if weight.offset is not None:  # from 8, which the kernel subtracts: as often as the inputs of a group say
+        sums = jnp.sum(rows[: B * T].reshape(B * T, groups, -1).astype(jnp.float32), axis=-1)
+        rest = 8.0 * weight.scale.astype(jnp.float32) - weight.offset.astype(jnp.float32)
+        total = total + product("rg,ng->rn", sums, rest)
     if weight.gain is not None:
         total = total * weight.gain.astype(jnp.float32)[None]
     return total.reshape(B, T, N)

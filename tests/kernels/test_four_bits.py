@@ -75,6 +75,21 @@ def test_products(name, kernel):
     check(kernel, rows(6).reshape(2, 3, 1024), weight(*KINDS[name]))
 
 
+@pytest.mark.parametrize(("group", "scale"), [(32, "float32"), (32, "float16"), (64, "bfloat16"), (256, "float32")])
+def test_offsets(group, scale, kernel):
+    """As GGUF has them: no less exact than weights that are rounded once."""
+    w, rng = weight("int4", group, scale, False), np.random.default_rng(3)
+    offset = np.asarray(w.scale, np.float32) * rng.uniform(3, 13, w.scale.shape)
+    w, x = w.replace(offset=jnp.asarray(offset, w.scale.dtype)), rows(6)
+    plain = np.asarray(w.astype(jnp.dtype("float32")), np.float64)
+    truth = np.asarray(x, np.float64) @ plain.T
+    error = lambda found: float(np.sqrt(np.mean((np.asarray(found, np.float64) - truth) ** 2)))
+    found = linear(x, w, implementation=kernel)
+    assert error(found) <= 1.5 * error(exact("gpu", x, w))
+    wrong = w.replace(offset=w.offset * 1.01)
+    assert error(linear(x, wrong, implementation=kernel)) > 2 * error(found)
+
+
 def test_an_order_and_a_gain(kernel):
     rng, w = np.random.default_rng(2), weight(*KINDS["int4, groups of 64"], N=256)
     gain = jnp.asarray(rng.uniform(1, 9, 256), jnp.float32)

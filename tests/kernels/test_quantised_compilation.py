@@ -116,15 +116,16 @@ def reads_four_bits():
     return jax.__version_info__ >= (0, 12)
 
 
-FORMATS = {  # inputs that share a scale, if not all of an output, and whether there are zero points
-    "int4 with zero points": ("int4", 128, "float16", True),
-    "int4": ("int4", 32, "bfloat16", False),
-    "MXFP4": ("e2m1", 32, "uint8", False),
-    "NVFP4": ("e2m1", 16, "float8_e4m3fn", False),
-    "int8": ("int8", None, "float32", False),
-    "int8 in groups of 32": ("int8", 32, "float16", False),
-    "int8 in groups of 16": ("int8", 16, "float32", False),
-    "bfloat16": ("bfloat16", None, "", False),
+FORMATS = {  # inputs that share a scale, if not all of an output, and the type of zero points or offsets
+    "int4 with zero points": ("int4", 128, "float16", "uint8"),
+    "int4": ("int4", 32, "bfloat16", None),
+    "int4 with offsets": ("int4", 32, "float32", "float32"),
+    "MXFP4": ("e2m1", 32, "uint8", None),
+    "NVFP4": ("e2m1", 16, "float8_e4m3fn", None),
+    "int8": ("int8", None, "float32", None),
+    "int8 in groups of 32": ("int8", 32, "float16", None),
+    "int8 in groups of 16": ("int8", 16, "float32", None),
+    "bfloat16": ("bfloat16", None, "", None),
 }
 
 
@@ -135,14 +136,14 @@ def spec(shape, dtype):
 
 def stored(name, *shape):
     """What stands for a weight in one of these formats."""
-    code, group, scale, zero = FORMATS[name]
+    code, group, scale, less = FORMATS[name]
     groups = shape[:-1] if group is None else (*shape[:-1], shape[-1] // group)
     if code == "bfloat16":
         return spec(shape, code)
     if code == "int8":
         return EightBit(spec(shape, code), spec(groups, scale), block=group and (1, group))
-    zeros = spec(groups, jnp.uint8) if zero else None
-    return FourBit(spec((*shape[:-1], shape[-1] // 2), jnp.uint8), spec(groups, scale), zero=zeros, code=code)
+    subtracted = {} if less is None else {"zero" if less == "uint8" else "offset": spec(groups, less)}
+    return FourBit(spec((*shape[:-1], shape[-1] // 2), jnp.uint8), spec(groups, scale), code=code, **subtracted)
 
 
 @pytest.mark.slow
