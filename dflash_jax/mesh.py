@@ -105,6 +105,12 @@ def current_mesh() -> AbstractMesh | None:
     return None if mesh.empty or mesh.size == 1 else mesh
 
 
+def on_one_device() -> bool:
+    """Whether what is traced is of a single device: there is no mesh, or it is inside `on_each_device`."""
+    mesh = current_mesh()
+    return mesh is None or all(kind == AxisType.Manual for kind in mesh.axis_types)
+
+
 def rows_of(mesh: AnyMesh | None) -> int:
     """In how many parts a mesh splits rows; the rows of a batch must be a multiple."""
     return parts_of(mesh, ROWS)
@@ -135,7 +141,7 @@ def on_every_device(x: jax.Array) -> jax.Array:
     return constrain(x, PartitionSpec(PartitionSpec.UNCONSTRAINED, None, None))
 
 
-def on_each_device(function: Callable, in_specs: tuple[PartitionSpec, ...], out_specs: Any) -> Callable:
+def on_each_device(function: Callable, in_specs: tuple[object, ...], out_specs: Any) -> Callable:
     """`function` on each device's part of its arguments, where a mesh is entered; else as it is.
 
     The compiler knows nothing of what is inside a kernel, and would gather its operands.

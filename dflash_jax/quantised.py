@@ -20,11 +20,14 @@ class Quantised(struct.PyTreeNode):
         values: as they are stored.
         scale: what they are multiplied by.
         dtype: of what is computed with it; None where nothing says so.
+        axes: of the mesh that is entered, over which outputs and inputs of a matrix are split; None where there is
+            none, or nothing says so.
     """
 
     values: Num[Array, "*E M _"]
     scale: Num[Array, "..."]
     dtype: DTypeLike | None = struct.field(pytree_node=False, default=None, kw_only=True)
+    axes: tuple[tuple[str, ...] | None, ...] | None = struct.field(pytree_node=False, default=None, kw_only=True)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -140,10 +140,12 @@ def gathers() -> bool:
 
 
 def gathered(weight: Any, path: str) -> Any:
-    """A parameter gathered over the `fsdp` axis, right before it is used.
+    """A parameter gathered over the `fsdp` axis, right before it is used; a quantized one then says how it is split.
 
     Left to itself, the compiler at times gathers the rows of all devices instead, and computes them everywhere.
     """
+    if isinstance(weight, Quantised) and weight.ndim == 2 and current_mesh() is not None:
+        weight = weight.replace(axes=tuple(None if axis == "fsdp" else axis for axis in spec(f"{path}/values", 2)))
     if not gathers():
         return weight
 

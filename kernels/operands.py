@@ -51,7 +51,7 @@ class Stored(NamedTuple):
     Attributes:
         values: [E, N, _] in bytes, or in bfloat16.
         code: of `CODES`.
-        factors: scales and, if there are, zero points or offsets: [E, N, G], or [E, N / 128, G] of blocks. None where
+        factors: scales and, if there are, zero points or offsets: [E, N, G], or [E, N / 128, G] of blocks. Empty where
             sums are multiplied instead.
         group: inputs that share a factor.
         exponents: whether scales are exponents.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-PAGE = 128  # positions of a page: a chunk of every kernel, or several
+PAGE = 128  # positions of a page: a chunk of every kernel, or several; and a TPU's tile of the scales of codes
 
 
 class Pages(NamedTuple):

@@ -115,7 +115,7 @@ def attend(
 
     Raises:
         ValueError: the named implementation does not support this case; the message says why. Or there are more
-            queries than fresh keys, or fewer and `key_positions` is missing.
+            queries than fresh keys, or fewer and `key_positions` is missing; or codes have no `scales`.
     """
     if q.shape[1] > k.shape[2]:
         raise ValueError(f"there must be at least as many fresh keys as queries, got {k.shape[2]} for {q.shape[1]}")
@@ -124,6 +124,8 @@ def attend(
         raise ValueError("with fewer queries than fresh keys, a window and `starts` need `key_positions`")
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     cache_k, cache_v, cache_scales = cache.k, cache.v, getattr(cache, "scales", None)
+    if (scales is None) != (cache_scales is None):
+        raise ValueError("codes need their scales, fresh ones `scales` and those of the cache its own")
     if up is not None and cache_k.shape[2] == 0:  # nothing to expand
         cache_k, cache_v = (jnp.zeros((*cache_k.shape[:1], *x.shape[1:2], 0, x.shape[3]), x.dtype) for x in (k, v))
         up = None

@@ -46,6 +46,8 @@ def declines(
     if q.dtype not in (jnp.bfloat16, jnp.float16) or not v.dtype == cache_k.dtype in (q.dtype, jnp.int8):
         kinds = "it supports bfloat16 and float16, or codes of 8 bits"
         return f"queries in {q.dtype}, values in {v.dtype}, cache in {cache_k.dtype}; {kinds}"
+    if cache_k.dtype == jnp.int8 and q.dtype == jnp.float16:  # scaled, small probabilities would be subnormal in it
+        return "codes of 8 bits beside queries in float16; it supports bfloat16"
     if cache_k.shape[2] == 0 or cache_k.shape[2] % CHUNK:
         return f"{cache_k.shape[2]} slots; it supports multiples of {CHUNK}"
     return tensor_cores.missing()

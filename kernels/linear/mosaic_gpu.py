@@ -8,7 +8,6 @@ parts, in order.
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dflash_jax.mesh import current_mesh
 from dflash_jax.quantised import EightBit, FourBit, Quantised
 
 from .. import operands, streamed
@@ -26,7 +25,7 @@ def declines(x: Float[Array, "B T D"], weight: Quantised) -> str | None:
         return why
     if weight.shape[0] % OUTPUTS:
         return f"{weight.shape[0]} outputs; it supports multiples of {OUTPUTS}"
-    return "several devices" if current_mesh() is not None else operands.declines(weight)
+    return operands.declines(weight)
 
 
 def linear(x: Float[Array, "B T D"], weight: Quantised) -> Float[Array, "B T M"]:

@@ -10,6 +10,7 @@ import pytest
 
 from dflash_jax.benchmarks.hardware import __main__ as hardware
 from dflash_jax.benchmarks.hardware import others, profiles, quantised
+from dflash_jax.benchmarks.hardware.kernels import EIGHT_BITS
 from dflash_jax.benchmarks.hardware.report import Item, SkippedError, markdown, measure
 from dflash_jax.chips import chip_of
 from dflash_jax.kernels.shapes import PRODUCTS, SHAPES, TRAINING
@@ -146,7 +147,8 @@ def test_every_item_in_toy_sizes(tmp_path):
     report = json.loads(path.read_text())
     assert list(report["items"]) == names
     assert [name for name, item in report["items"].items() if not item.get("done")] == ["graphs"]
-    assert [row["shape"] for row in report["items"]["attention"]["rows"]] == list(SHAPES)
+    coded = [f"{name}, cache in 8 bits" for name in EIGHT_BITS]
+    assert [row["shape"] for row in report["items"]["attention"]["rows"]] == [*SHAPES, *coded]
     assert [row["products"] for row in report["items"]["products"]["rows"]] == list(PRODUCTS)
     assert [row["blocks"] for row in report["items"]["anchored"]["rows"]] == list(TRAINING)
     for name in ("attention", "anchored", "products"):

@@ -254,7 +254,7 @@ def test_codes_compile_for_tpu_in_place(H, T):
     call = lambda *arguments: append(*arguments, implementation="tpu")
     memory = jax.jit(call, donate_argnums=0).lower(arrays(4096), arrays(T), *counts).compile().memory_analysis()
     size = 8 * 8 * 4096 * (2 * H + 2 * 4)
-    assert memory.alias_size_in_bytes >= size
+    assert size <= memory.alias_size_in_bytes < 1.01 * size  # two scales are not filled up to 128
     assert memory.temp_size_in_bytes < size / 4
 
 

@@ -52,7 +52,7 @@ def test_codes_of_wide_heads_on_hopper(monkeypatch, capfd):
     program = compile_attention("h100", "gpu", "qwen3.5-9b verify", slots=4096 + 64, codes=True)
     told = capfd.readouterr()
     spilled = re.findall(r"(\d+) bytes spill", told.out + told.err)
-    assert 0 <= max(map(int, spilled)) <= 256
+    assert max(map(int, spilled)) <= 256
     assert " copy(" not in program.as_text()
 
 

@@ -1,6 +1,7 @@
 """Products with quantized weights: exact, differentiable, and for whole numbers on a CPU independent of other rows."""
 
 from functools import partial
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,8 @@ import pytest
 
 from dflash_jax.benchmarks.costs import cost
 from dflash_jax.kernels.dispatch import using
-from dflash_jax.kernels.linear import linear, reference, xla_gpu
+from dflash_jax.kernels.linear import api, linear, reference, xla_gpu
+from dflash_jax.mesh import HEADS, make_mesh, parse_mesh
 from dflash_jax.quantised import EightBit, FourBit, each, joined, quantised
 
 FLOAT32 = jnp.dtype("float32")
@@ -161,3 +163,43 @@ def test_its_cost_is_what_is_stored():
     found = cost(linear, jax.ShapeDtypeStruct((1, 16, 256), FLOAT32), weight)
     assert found.flops == 2 * 16 * 96 * 256
     assert found.bytes_read[1] == 96 * 256 + 4 * 96
+
+
+@pytest.mark.parametrize("sizes", ["model=2,data=2", "model=4"])
+@pytest.mark.parametrize("axes", [(HEADS, None), (None, HEADS)], ids=["outputs", "inputs"])
+@pytest.mark.parametrize("name", ["zero points", "FP8 in blocks", "ordered"])
+def test_each_device_of_a_mesh_multiplies_its_part(name, axes, sizes, monkeypatch):
+    """By the kernel, where one serves that part; an order of all inputs is not divided."""
+    devices, seen = jax.devices()[:4], []
+    kernel = ModuleType("kernel")
+    kernel.declines = lambda x, weight: None
+    kernel.linear = lambda x, weight: (seen.append((x.shape, weight.shape)), reference.linear(x, weight))[1]
+    for among in (api.KERNELS, api.IMPLEMENTATIONS):
+        monkeypatch.setitem(among, "tpu", kernel)
+    weight, x = split_evenly(name), drawn(2, 3, 512, seed=9)
+    alone = linear(x, weight, implementation="xla")
+    with using("tpu"), jax.set_mesh(make_mesh(parse_mesh(sizes, devices), devices)):
+        run = jax.jit(lambda x, weight: linear(x, weight.replace(axes=axes)))
+        found = run(x, weight)
+    np.testing.assert_allclose(found, alone, atol=3e-6 * float(jnp.max(jnp.abs(alone))))
+    rows, parts = (1, 2) if "data" in sizes else (2, 4)
+    outputs, inputs = (512 // parts, 512) if axes[0] else (512, 512 // parts)
+    assert seen == ([] if name == "ordered" else [((rows, 3, inputs), (outputs, inputs))])
+
+
+def test_a_part_that_is_not_whole_is_left_to_xla():
+    """Of six groups, on four devices."""
+    devices, weight = jax.devices()[:4], quantised(drawn(128, 192), "int4").replace(axes=(None, HEADS))
+    assert weight.scale.shape == (128, 3)
+    with jax.set_mesh(make_mesh(parse_mesh("model=4", devices), devices)):
+        assert api._split(drawn(2, 3, 192), weight) is None
+
+
+def split_evenly(name):
+    """A weight of [512, 512] that four devices can divide, either way."""
+    four = quantised(drawn(512, 512), "int4")
+    if name == "ordered":
+        return four.replace(order=jnp.asarray(np.random.default_rng(0).permutation(512)))
+    if name == "zero points":
+        return four.replace(zero=jnp.asarray(np.random.default_rng(0).integers(0, 16, four.scale.shape), jnp.uint8))
+    return EightBit(drawn(512, 512).astype(jnp.float8_e4m3fn), jnp.abs(drawn(4, 4)) + 0.1, block=(128, 128))

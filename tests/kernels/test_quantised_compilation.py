@@ -88,27 +88,33 @@ def test_steps_write_no_dequantised_weight(name, changes, quantize, chip):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", ["h100:2", pytest.param("a100:2", marks=pytest.mark.exhaustive)])
-def test_gpus_that_share_a_model_write_no_dequantised_weight(chip):
-    """The kernel does not serve them. In a plain step no table is gathered, either."""
-    if not reads_four_bits():
+@pytest.mark.parametrize("chip", ["h100:2", "v5e:2x2", pytest.param("a100:2", marks=pytest.mark.exhaustive)])
+def test_devices_that_share_a_model_write_no_dequantised_weight(chip):
+    """Each runs the kernel on its part of a weight; there is none for an A100. In a plain step no table is gathered,
+    either."""
+    if not (kernel_for(chip) or reads_four_bits()):
         pytest.skip("XLA multiplies numbers of four bits from jax 0.12 on")
     raws, devices = pair("qwen3-8b-awq", {}, {}), topology(chip)
-    mesh = make_mesh({"data": 1, "fsdp": 1, "model": 2, "expert": 1}, devices)
+    mesh = make_mesh({"data": 1, "fsdp": 1, "model": len(devices), "expert": 1}, devices)
     params = planning.shapes(raws, None, 1, 1024)[0].params
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Quantised))
-    sizes = {math.prod(leaf.shape) // 2 for leaf in leaves if isinstance(leaf, Quantised)}
+    sizes = {math.prod(leaf.shape) // len(devices) for leaf in leaves if isinstance(leaf, Quantised)}
+    attention, products = raws[0]["num_hidden_layers"], 4 * raws[0]["num_hidden_layers"]
     with topologies.compiling_for(chip):
         for block_size in (0, None):
             program = planning.compile_step(raws, mesh, 1, 1024, block_size)
-            assert not [line for size, line in written(program.as_text()) if size in sizes]
-            assert max(c["bytes"] for c in collectives(program.as_text())) < 2**20
-            assert program.memory_analysis().temp_size_in_bytes < 4 * 4 * (16 + 15) * raws[0]["vocab_size"]
+            text, logits = program.as_text(), 4 * (16 + 15) * raws[0]["vocab_size"]
+            assert not [line for size, line in written(text) if size in sizes]
+            assert max(c["bytes"] for c in collectives(text)) < 2**20
+            if kernel_for(chip):
+                kernel = "tpu_custom_call" if chip.startswith("v") else "mosaic_gpu"
+                assert text.count(f'custom_call_target="{kernel}') >= attention + products
+            assert program.memory_analysis().temp_size_in_bytes < (2 if kernel_for(chip) else 4) * logits
 
 
 def kernel_for(chip):
     """Whether this package has a kernel for products with four bits there."""
-    return chip != "h100" or jax.__version_info__ >= (0, 11) if chip[0] in "vh" else False
+    return not chip.startswith("h100") or jax.__version_info__ >= (0, 11) if chip[0] in "vh" else False
 
 
 def reads_four_bits():

@@ -82,7 +82,7 @@ def test_trials_are_small():
     with using(None, "gpu"):  # the kernel divides and writes itself where caches are not split
         few, many = (of(Trial.of, (rows, *q[1:]), (rows, *kv[1:]), (64, 8, 4096, 128), **PLAIN) for rows in (8, 32))
         long = of(Trial.of, (1, 200, 32, 128), (1, 8, 200, 128), (64, 8, 4096, 128), **PLAIN)
-    assert [(x.rows, x.T, x.slots) for x in (few, many, long)] == [(2, 16, 2048), (17, 16, 128), (1, 200, 2048)]
+    assert [(x.rows, x.T, x.slots) for x in (few, many, long)] == [(2, 16, 2048), (17, 16, 384), (1, 200, 2048)]
     assert [finishes(*x[:2], *x[3:5], x.Hv) for x in (few, many, long)] == [False, True, False]
     assert of(Trial.of, *alone, **PLAIN)[:8] == (2, 512, 512, 8, 2, 128, 128, 0)
     cache = (64, 8, 40_960, 128)

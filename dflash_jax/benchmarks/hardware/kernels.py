@@ -11,16 +11,18 @@ from jaxtyping import Array, Float, PyTree
 
 from dflash_jax.benchmarks.arguments import Figures
 from dflash_jax.benchmarks.hardware.device import timed
-from dflash_jax.cache import KV
+from dflash_jax.cache import KV, Fresh
+from dflash_jax.cache.int8 import Codes, Int8KV
 from dflash_jax.kernels.anchored_attention import attend_anchored
 from dflash_jax.kernels.anchored_attention.trial import Trial
-from dflash_jax.kernels.block_attention import attend, together
+from dflash_jax.kernels.block_attention import together
 from dflash_jax.kernels.dispatch import PREFERRED, Name
 from dflash_jax.kernels.grouped_matmul import grouped_matmul
 from dflash_jax.kernels.shapes import PRODUCTS, SHAPES, TRAINING, Shape
 from dflash_jax.quantised import BLOCK, GROUP, EightBit, FourBit, quantised
 
 FLOAT32 = jnp.dtype("float32")
+EIGHT_BITS = "qwen3-8b decode", "qwen3-8b verify", "gpt-oss verify", "qwen3.5-9b verify"  # of the shapes of attention
 REPEATS = 3
 LOOPS = 30  # calls in one program
 
@@ -32,10 +34,12 @@ def implementations() -> list[Name]:
 
 def attention(*, small: bool, dtype: jnp.dtype) -> Iterator[Figures]:
     """Ragged rows with NaN where nothing was written, against float32; then the time at 1,024 and 8,192 positions."""
-    for name, shape in SHAPES.items():
+    cases = [(name, shape, KV) for name, shape in SHAPES.items()]
+    cases += [(f"{name}, cache in 8 bits", SHAPES[name], Int8KV) for name in EIGHT_BITS]
+    for name, shape, kind in cases:
         if small:
             shape = shape._replace(T=min(shape.T, 16), N=4, K=min(shape.K, 2), H=16, values=shape.values and 8)
-        block, cache, lengths = _ragged(shape, 128 if small else 2048, dtype)
+        block, cache, lengths = _ragged(shape, 128 if small else 2048, dtype, kind)
         wide = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == dtype else x, tree)
         with jax.default_matmul_precision("highest"):
             given: tuple[Any, ...] = (*wide(block), wide(cache), lengths)
@@ -48,11 +52,12 @@ def attention(*, small: bool, dtype: jnp.dtype) -> Iterator[Figures]:
             except ValueError:  # it declines
                 continue
             for context in (64,) if small else (1024, 8192):
-                given = _full(shape, context, dtype)
+                given = _full(shape, context, dtype, kind)
                 seconds = _looped(partial(_call, shape, implementation=implementation), *given)
-                read = min(context, shape.window or context) * shape.K * shape.H * (1 if shape.values else 2)
+                seen, whole = min(context, shape.window or context), given[-2]
+                read = seen / whole.k.shape[2] * sum(leaf.nbytes for leaf in jax.tree.leaves(whole))
                 row[f"{implementation} us at {context}"] = 1e6 * seconds
-                row[f"{implementation} GB/s at {context}"] = read * dtype.itemsize / seconds / 1e9
+                row[f"{implementation} GB/s at {context}"] = read / seconds / 1e9
         yield row
 
 
@@ -115,26 +120,34 @@ def _compared(name: str, call: Callable[[], PyTree], truth: PyTree) -> Figures:
 
 
 def _call(shape: Shape, q: Array, positions: Array, k: Array, v: Array, sinks: Any, cache: KV, lengths: Array, **how):
-    options = {"window": shape.window, "softcap": shape.softcap, "sinks": sinks, "joined": together(q, k, v, cache)}
-    visible = "causal" if shape.causal else "full"
-    return attend(q, positions, k, v, cache, lengths, visible=visible, **options, **how)
+    options = {"window": shape.window, "softcap": shape.softcap, "sinks": sinks}
+    visible, fresh = "causal" if shape.causal else "full", cache.stored(Fresh(k, v, together(q, k, v, cache)))
+    return cache.attend(q, positions, fresh, lengths, visible=visible, **options, **how)
 
 
-def _ragged(shape: Shape, slots: int, dtype: jnp.dtype) -> tuple[tuple, KV, Array]:
+def _ragged(shape: Shape, slots: int, dtype: jnp.dtype, kind: type[KV]) -> tuple[tuple, KV, Array]:
     """Rows of many lengths; slots that were never written hold NaN."""
     lengths = jnp.asarray([0, 1, 63, 65, slots // 2 + 7, slots - 64], jnp.int32)
     block, cache = _drawn(shape, len(lengths), slots, dtype)
     unwritten = (jnp.arange(slots)[None] >= lengths[:, None])[:, None, :, None]
     k = jnp.where(unwritten, jnp.nan, cache.k)
     v = None if cache.v is None else jnp.where(unwritten, jnp.nan, cache.v)
-    return (block[0], _positions(lengths, shape.T), *block[1:]), KV(k, v), lengths
+    return (block[0], _positions(lengths, shape.T), *block[1:]), _entry(k, v, kind), lengths
 
 
-def _full(shape: Shape, context: int, dtype: jnp.dtype) -> tuple:
+def _entry(k: Array, v: Array | None, kind: type[KV]) -> KV:
+    """A cache that holds these, in 8 bits if it is one of those."""
+    if kind is KV:
+        return KV(k, v)
+    codes = Codes.of(Fresh(k, v))
+    return Int8KV(codes.k, codes.v, scales=codes.scales)
+
+
+def _full(shape: Shape, context: int, dtype: jnp.dtype, kind: type[KV]) -> tuple:
     """One row of so many positions."""
     block, cache = _drawn(shape, 1, -(-context // 128) * 128, dtype)
     lengths = jnp.full(1, context, jnp.int32)
-    return block[0], _positions(lengths, shape.T), *block[1:], cache, lengths
+    return block[0], _positions(lengths, shape.T), *block[1:], _entry(cache.k, cache.v, kind), lengths
 
 
 def _positions(lengths: Array, width: int) -> Array:
