@@ -145,7 +145,8 @@ def gathered(weight: Any, path: str) -> Any:
     Left to itself, the compiler at times gathers the rows of all devices instead, and computes them everywhere.
     """
     if isinstance(weight, Quantised) and weight.ndim == 2 and current_mesh() is not None:
-        weight = weight.replace(axes=tuple(None if axis == "fsdp" else axis for axis in spec(f"{path}/values", 2)))
+        rule = *spec(f"{path}/values", 2), None, None
+        weight = weight.replace(axes=tuple(None if axis == "fsdp" else axis for axis in rule[:2]))
     if not gathers():
         return weight
 

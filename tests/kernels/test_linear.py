@@ -13,6 +13,7 @@ from dflash_jax.kernels.dispatch import using
 from dflash_jax.kernels.linear import api, linear, reference, xla_gpu
 from dflash_jax.mesh import HEADS, make_mesh, parse_mesh
 from dflash_jax.quantised import EightBit, FourBit, each, joined, quantised
+from dflash_jax.sharding import gathered
 
 FLOAT32 = jnp.dtype("float32")
 
@@ -203,3 +204,14 @@ def split_evenly(name):
     if name == "zero points":
         return four.replace(zero=jnp.asarray(np.random.default_rng(0).integers(0, 16, four.scale.shape), jnp.uint8))
     return EightBit(drawn(512, 512).astype(jnp.float8_e4m3fn), jnp.abs(drawn(4, 4)) + 0.1, block=(128, 128))
+
+
+def test_a_weight_says_how_the_mesh_splits_it():
+    """From the table of rules; a weight that is on every device whole, too."""
+    devices, weight = jax.devices()[:4], quantised(drawn(128, 128), "int4")
+    assert gathered(weight, "layers_0/mlp/down_proj/weight").axes is None
+    with jax.set_mesh(make_mesh(parse_mesh("model=2,data=2", devices), devices)):
+        of = lambda path: gathered(weight, path).axes
+        assert of("layers_0/mlp/gate_up_proj/weight") == (HEADS, None)
+        assert of("layers_0/mlp/down_proj/weight") == (None, HEADS)
+        assert of("experts/router") == (None, None)
