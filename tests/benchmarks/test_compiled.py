@@ -1,5 +1,6 @@
 """What is read from compiled programs."""
 
+from benchmarks import bundles
 from dflash_jax.benchmarks.compiled import launches
 
 
@@ -24,3 +25,15 @@ condition:
     (tmp_path / "module_0001.jit_step.thunk_sequence_after_thunk_passes.txt").write_text(listed)
     expected = {"kernels": 4, "conditional_kernels": 1, "graphs": 2, "host_decisions": 1}
     assert launches(tmp_path) == expected
+
+
+def test_the_inner_loop_of_a_schedule():
+    """As libtpu writes it: an address, what begins there, and a mark for each loop around it."""
+    text = """
+     0   :  { %9 = vsyncpa [#allocation5], 0 }
+   0x5 LB: > { %s2018_s19 = sadd.s32 4294967295, %s1900_s18 }
+  0x49 LB: >> { %s1453_s26 = sshll.u32 %s1968_s19, 8 }
+  0x54   : >> { %s463_s5 = sand.u32 127, %s462_s10 }
+ 0x1b3   : >> { %v1259_v58 = vadd.f32 %v1936_v34, %v1230_v20 }
+ 0x1b6 PF: > { %p17_p10 = scmp.ge.s32.totalorder %s2021_s20, 34 }"""
+    assert bundles.inner_loop(text) == 0x1B3 - 0x49 + 1
