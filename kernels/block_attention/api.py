@@ -125,7 +125,7 @@ def attend(
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     cache_k, cache_v, cache_scales = cache.k, cache.v, getattr(cache, "scales", None)
     if (scales is None) != (cache_scales is None):
-        raise ValueError("codes need their scales, fresh ones `scales` and those of the cache its own")
+        raise ValueError("int8 keys and values need scales: `scales` for fresh ones, and a cache that has `scales`")
     if up is not None and cache_k.shape[2] == 0:  # nothing to expand
         cache_k, cache_v = (jnp.zeros((*cache_k.shape[:1], *x.shape[1:2], 0, x.shape[3]), x.dtype) for x in (k, v))
         up = None
