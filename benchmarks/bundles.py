@@ -1,25 +1,38 @@
-"""`python -m benchmarks.bundles`: instructions of a TPU v5e for weights of four bits, as its compiler schedules them.
+"""`python -m benchmarks.bundles [weights|attention]`: instructions of kernels for a TPU v5e.
 
-Needs no TPU, but the package libtpu. The kernel is compiled for 16 rows and a matrix of 4096 x 4096, and libtpu writes
-down its last schedule. A bundle is what the core starts in one cycle, if it waits for nothing. The table has the
-bundles of the inner loop for 1,000 weights, and those that the chip's memory takes to deliver them.
+Needs no TPU, but the package libtpu, a compiler that writes down its last schedule of each kernel. A bundle is what the
+core starts in one cycle, if it waits for nothing.
+
+Weights of four bits: 16 rows and a matrix of 4096 x 4096. The table has the bundles of the inner loop for 1,000
+weights, and those that the chip's memory takes to deliver them.
+
+Attention: eight heads of 128 numbers, four queries each at a position, and a cache in pages of 128 slots. The table has
+the bundles of a step of the kernel, which reads a page: before its work; for a page that all queries see, and for one
+that they do not; and those that the chip's memory takes to deliver it. A row's first step has its block, too, and its
+last one the division at the end.
 """
 
 import os
 import re
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
+from jax.typing import DTypeLike
 
 from dflash_jax.benchmarks.topologies import compiling_for, has_compiler, topology
+from dflash_jax.cache import KV
+from dflash_jax.cache.int8 import Int8KV
 from dflash_jax.chips import CHIPS
 from dflash_jax.infer.interrupt import exit_quietly
+from dflash_jax.kernels.block_attention import attend
 from dflash_jax.kernels.linear import linear, pallas_tpu
 from dflash_jax.quantised import FourBit
 
@@ -33,6 +46,13 @@ KINDS = {  # inputs that share a scale, its type, and whether there are zero poi
     "MXFP4": (32, "uint8", False),
     "NVFP4": (16, "float8_e4m3fn", False),
 }
+BATCH, HEADS, SHARE, DIM, PAGE, CACHED = 4, 8, 4, 128, 128, 2048
+BLOCKS = {  # positions of a block, and whether the cache has 8 bits
+    "1 position": (1, False),
+    "16 positions": (16, False),
+    "16 positions, int8 cache": (16, True),
+    "a tree of 31": (31, False),
+}
 
 
 @cache
@@ -40,51 +60,98 @@ def place() -> SingleDeviceSharding:
     return SingleDeviceSharding(topology(f"{CHIP}:2x2")[0])
 
 
+def array(*shape: int, dtype: DTypeLike = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=place())
+
+
 def weight(group: int, scale: str, zero: bool) -> Any:
     """Shapes of what stands for a weight."""
-
-    def spec(columns: int, dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct((SIZE, columns), dtype, sharding=place())
-
     groups, code = SIZE // group, "e2m1" if scale.startswith(("uint8", "float8")) else "int4"
-    zeros = spec(groups, jnp.uint8) if zero else None
-    return FourBit(spec(SIZE // 2, jnp.uint8), spec(groups, scale), zero=zeros, code=code)
+    zeros = array(SIZE, groups, dtype=jnp.uint8) if zero else None
+    return FourBit(array(SIZE, SIZE // 2, dtype=jnp.uint8), array(SIZE, groups, dtype=scale), zero=zeros, code=code)
 
 
-def inner_loop(text: str) -> int:
-    """Bundles of the innermost loop of a schedule, whose lines begin with an address and a `>` for each loop."""
-    found = [match for line in text.splitlines() if (match := re.match(r"\s*0x([0-9a-f]+)\s*\w*\s*:\s*(>*)", line))]
-    deepest = max(len(match[2]) for match in found)
-    inside = [int(match[1], 16) for match in found if len(match[2]) == deepest]
+def schedule(kernel: str, dump: Path, function: Callable[..., Any], *arguments: Any) -> list[str]:
+    """Lines of the schedule of one kernel of a compiled function: an address, a `>` for each loop, instructions."""
+    before = set(dump.iterdir())
+    with compiling_for(f"{CHIP}:2x2"):
+        jax.jit(function).lower(*arguments).compile()
+    new = [path for path in dump.iterdir() if path not in before and kernel in path.name]
+    (last,) = [path for path in new if re.search(r"\d+-final_bundles\.txt$", path.name)]
+    return [line for line in last.read_text().splitlines() if re.match(r"\s*0x[0-9a-f]+\s*\w*\s*:", line)]
+
+
+def address(line: str) -> int:
+    return int(line.split()[0], 16)
+
+
+def inner_loop(lines: list[str]) -> int:
+    """Bundles of the innermost loop."""
+    depths = [line.split("{")[0].count(">") for line in lines]
+    inside = [address(line) for line, depth in zip(lines, depths, strict=True) if depth == max(depths)]
     return max(inside) - min(inside) + 1
 
 
-def bundles(kind: str, dump: Path) -> int:
-    """Those of a turn of the kernel's loop."""
-    x = jax.ShapeDtypeStruct((1, ROWS, SIZE), jnp.bfloat16, sharding=place())
-    before = set(dump.iterdir())
-    with compiling_for(f"{CHIP}:2x2"):
-        jax.jit(partial(linear, implementation="tpu")).lower(x, weight(*KINDS[kind])).compile()
-    new = [path for path in dump.iterdir() if path not in before and "linear" in path.name]
-    (schedule,) = [path for path in new if re.search(r"\d+-final_bundles\.txt$", path.name)]
-    return inner_loop(schedule.read_text())
+def branches(lines: list[str]) -> list[int]:
+    """Addresses of the branches ahead, of those that skip a part of the loop, and of the one that ends it."""
+    return [address(line) for line in lines if "sbr.rel" in line]
 
 
-def main() -> int:
+def four_bits(dump: Path) -> None:
+    """Prints the table of weights."""
+    chunks = SIZE // pallas_tpu.CHUNK
+    together = next(n for n in pallas_tpu.TOGETHER if chunks % n == 0)
+    weights = together * pallas_tpu.OUTPUTS * pallas_tpu.CHUNK
+    print("| | bundles for 1,000 weights | to read them |\n|---|---|---|")
+    for kind, (group, scale, zero) in KINDS.items():
+        size = 0.5 + (jnp.dtype(scale).itemsize + zero) / group  # bytes of a weight
+        multiply = partial(linear, implementation="tpu")
+        lines = schedule("linear", dump, multiply, array(1, ROWS, SIZE), weight(group, scale, zero))
+        print(f"| {kind} | {1000 * inner_loop(lines) / weights:.2f} | {bundles_to_read(1000 * size):.2f} |", flush=True)
+
+
+def attention(dump: Path) -> None:
+    """Prints the table of attention."""
+    print("| | before | all seen | not all seen | to read it | block | end |\n|---|---|---|---|---|---|---|")
+    for name, (positions, codes) in BLOCKS.items():
+        stored = jnp.int8 if codes else jnp.bfloat16
+        fresh = array(BATCH, HEADS, positions, DIM, dtype=stored)
+        held = array(BATCH * CACHED // PAGE, HEADS, PAGE, DIM, dtype=stored)
+        scales = [array(*x.shape[:3], 2, dtype=jnp.float32) for x in (fresh, held)]
+
+        def call(q: Any, at: Any, fresh: Any, held: Any, lengths: Any, pages: Any, scales: Any) -> Any:
+            more, cache = {}, KV(held, held)
+            if scales is not None:
+                more, cache = {"scales": scales[0]}, Int8KV(held, held, scales=scales[1])
+            how = {"visible": "causal", "pages": pages, "implementation": "tpu", **more}
+            return attend(q, at, fresh, fresh, cache, lengths, **how)
+
+        q, whole = array(BATCH, positions, HEADS * SHARE, DIM), partial(array, BATCH, dtype=jnp.int32)
+        arguments = q, whole(positions), fresh, held, whole(), whole(CACHED // PAGE), scales if codes else None
+        ends = branches(schedule("attention", dump, call, *arguments))[-5:]
+        begin, all_seen, some_seen, end = (later - earlier for earlier, later in pairwise(ends))
+        read = bundles_to_read(2 * HEADS * PAGE * (DIM * jnp.dtype(stored).itemsize + 4 * codes))
+        print(f"| {name} | {ends[0]} | {all_seen} | {some_seen} | {read:.0f} | {begin} | {end} |", flush=True)
+
+
+def bundles_to_read(size: float) -> float:
+    """Those in which the chip's memory delivers so many bytes."""
+    return size / CHIPS[CHIP].bandwidth * CLOCK
+
+
+def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    tables = {"weights": four_bits, "attention": attention}
     with tempfile.TemporaryDirectory() as directory:
         os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true"
         if not has_compiler(f"{CHIP}:2x2"):
             print("error: nothing compiles for TPUs here: pip install libtpu", file=sys.stderr)
             return 2
-        chunks = SIZE // pallas_tpu.CHUNK
-        together = next(n for n in pallas_tpu.TOGETHER if chunks % n == 0)
-        weights = together * pallas_tpu.OUTPUTS * pallas_tpu.CHUNK
-        print("| | bundles for 1,000 weights | to read them |\n|---|---|---|")
-        for kind, (group, scale, zero) in KINDS.items():
-            size = 0.5 + (jnp.dtype(scale).itemsize + zero) / group  # bytes of a weight
-            read = 1000 * size / CHIPS[CHIP].bandwidth * CLOCK
-            print(f"| {kind} | {1000 * bundles(kind, Path(directory)) / weights:.2f} | {read:.2f} |", flush=True)
+        for name in (sys.argv[1:] if argv is None else argv) or tables:
+            if name not in tables:
+                print(f"error: {name!r} is no table; there are {', '.join(tables)}", file=sys.stderr)
+                return 2
+            tables[name](Path(directory))
     return 0
 
 

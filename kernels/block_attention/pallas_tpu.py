@@ -93,11 +93,10 @@ def attend(
     queries = fold(q).reshape(B, tiles, K, height, H)
     bounds = jnp.zeros((B, T), jnp.int32) if low is None else low
     first, count = _span(bounds, lengths, S, chunk)
-    sink = jnp.full((K, G), MASKED) if sinks is None else sinks.astype(jnp.float32).reshape(K, G)
-    sink = jnp.repeat(sink, tile, axis=1)[..., None]
+    highest = jnp.max(bounds, axis=1)
 
     def cache_spec(width: int, turned: bool) -> pl.BlockSpec:
-        def index(b, h, r, i, lengths, first, count, pages):
+        def index(b, h, r, i, lengths, first, count, highest, pages):
             at = first[b] + jnp.clip(i, 0, jnp.maximum(count[b] - 1, 0))
             which, at = (0, at) if M == 1 else (jax.lax.div(at, page // chunk), jax.lax.rem(at, page // chunk))
             of_row = pages[b * M + which]
@@ -106,7 +105,9 @@ def attend(
         return pl.BlockSpec((None, heads, *((width, chunk) if turned else (chunk, width))), index)
 
     caches = [(cache_k, turned_k), *([] if cache_v is None else [(cache_v, turned_v)])]
-    fresh = [k, v]
+    fresh, sink = [k, v], []
+    if sinks is not None:
+        sink.append(jnp.repeat(sinks.astype(jnp.float32).reshape(K, G), tile, axis=1)[..., None])
     if scales is not None:  # with slots along the lanes
         fresh.append(jnp.pad(scales[0], ((0, 0), (0, 0), (0, wide - F), (0, 0))).swapaxes(2, 3))
         caches.append((scales[1], True))
@@ -117,16 +118,24 @@ def attend(
         pl.BlockSpec((None, None, heads, height, H), of_queries),
         pl.BlockSpec((None, None, height, 1), lambda b, h, r, i, *_: (b, r, 0, 0)),
         pl.BlockSpec((None, None, height, wide), of_mask),
-        pl.BlockSpec((heads, height, 1), lambda b, h, r, i, *_: (h, 0, 0)),
+        *(pl.BlockSpec((heads, height, 1), lambda b, h, r, i, *_: (h, 0, 0)) for _ in sink),
         *(pl.BlockSpec((None, heads, *x.shape[2:]), of_block) for x in fresh),
         *(cache_spec(x.shape[3], turned) for x, turned in caches),
     ]
     scores = {"scale": scale, "softcap": softcap}
-    scratch = [pltpu.VMEM((heads, height, width), jnp.float32) for width in (1, 1, Hv)]
+    scratch = [pltpu.VMEM((heads, height, width), jnp.float32) for width in (LANES, LANES, Hv)]
     out = pl.pallas_call(
-        partial(_kernel, slots=S, turned_k=turned_k, turned_v=turned_v, codes=scales is not None, **scores),
+        partial(
+            _kernel,
+            slots=S,
+            turned_k=turned_k,
+            turned_v=turned_v,
+            sinks=sinks is not None,
+            codes=scales is not None,
+            **scores,
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=5,
             grid=(B, K // heads, tiles, jnp.maximum(jnp.max(count), 1)),
             in_specs=in_specs,
             out_specs=pl.BlockSpec((None, None, heads, height, Hv), of_queries),
@@ -141,11 +150,12 @@ def attend(
         lengths.astype(jnp.int32),
         first,
         count,
+        highest.astype(jnp.int32),
         pages.reshape(-1).astype(jnp.int32),
         queries,
         per_query(bounds[..., None]),
         per_query(mask.astype(jnp.int32)),
-        sink,
+        *sink,
         *fresh,
         *(in_hbm(cache.swapaxes(2, 3) if turned else cache) for cache, turned in caches),
     )
@@ -153,79 +163,143 @@ def attend(
     return out[:, :T]
 
 
-def _kernel(*refs, slots: int, turned_k: bool, turned_v: bool, codes: bool, scale: float, softcap: float | None):
-    """One chunk of slots of one row of the batch: see the module. All rows of `q[h]` share key-value head h."""
-    lengths, first, count, _, q, low, mask, sink, k, v, *rest, out, top, total, acc = refs
+def _kernel(
+    *refs, slots: int, turned_k: bool, turned_v: bool, sinks: bool, codes: bool, scale: float, softcap: float | None
+):
+    """One chunk of slots of one row of the batch: see the module. All rows of `q[h]` share key-value head h.
+
+    `top` and `total` [heads, rows, LANES] are the highest score of each row, in every lane, and what its lanes add up
+    to: so a chunk reduces across the lanes once, and moves nothing back across them.
+    """
+    lengths, first, count, highest, _, q, low, mask, *rest, out, top, total, acc = refs
+    sink = rest.pop(0) if sinks else None
+    k, v, *rest = rest
     scales, cache_k, *cache_v = rest if codes else (None, *rest)
     cache_scales = cache_v.pop() if codes else None
     b, i, heads = pl.program_id(0), pl.program_id(3), cache_k.shape[0]
     chunk = cache_k.shape[2 if turned_k else 1]
 
-    def each_head(do):
-        # Unrolled, one head's products overlap another's exponentials; of large tiles that takes long to compile.
-        jax.lax.fori_loop(0, heads, lambda h, _: do(h), None, unroll=q.shape[1] <= FEW_ROWS)
+    def of_heads(do):
+        # Together, one head's products overlap another's exponentials; of large tiles that takes long to compile.
+        if q.shape[1] <= FEW_ROWS:
+            do(range(heads))
+        else:
+            jax.lax.fori_loop(0, heads, lambda h, _: do([h]), None)
 
     def dot(x, y, turned):
         """x @ y, or x @ y.T where y is turned."""
         dims = ((1,), (1 if turned else 0,)), ((), ())
         return jax.lax.dot_general(x, y, dims, precision=precision(x), preferred_element_type=jnp.float32)
 
-    def visit(h, scores, values, turned, seen, scales):
-        """One step of the online softmax of head h, over scores and visibility [rows, C] and C values; of codes, also
-        over their scales [heads, 2, C]."""
-        s = scores * (scale if scales is None else scale * scales[h, :1])
+    def first_lane(x):
+        """[rows, 1] in one lane, and zeros."""
+        return jnp.where(jax.lax.broadcasted_iota(jnp.int32, (x.shape[0], LANES), 1) == 0, x, 0.0)
+
+    def row_sums(p):
+        """[rows, LANES] that adds up to the sums of the rows of p [rows, C]."""
+        if p.shape[1] % LANES:
+            return first_lane(jnp.sum(p, axis=-1, keepdims=True))
+        return sum(p[:, at : at + LANES] for at in range(0, p.shape[1], LANES))
+
+    def scored(h, keys, turned, seen, scales):
+        """Scores [rows, C] of head h, those that are not seen as `MASKED`."""
+        s = dot(q[h], keys.astype(q.dtype), turned) * (scale if scales is None else scale * scales[h, :1])
         if softcap is not None:
             s = softcap * jnp.tanh(s / softcap)
-        s = jnp.where(seen, s, MASKED)
-        higher = jnp.maximum(top[h], jnp.max(s, axis=-1, keepdims=True))
-        p, keep = jnp.where(seen, jnp.exp(s - higher), 0.0), jnp.exp(top[h] - higher)
-        total[h] = keep * total[h] + jnp.sum(p, axis=-1, keepdims=True)
+        return s if seen is None else jnp.where(seen, s, MASKED)
+
+    def weighted(h, p, values, turned, seen, scales):
+        """Sums [rows, Hv] of values, weighted by p, which are zero where nothing is seen."""
         if scales is not None:
-            p = jnp.where(seen, p * scales[h, 1:], 0.0)
-        acc[h] = keep * acc[h] + dot(p.astype(values.dtype), values, turned)
-        top[h] = higher
+            p = p * scales[h, 1:]
+            p = p if seen is None else jnp.where(seen, p, 0.0)  # what was never written has any scale, even NaN
+        return dot(p.astype(values.dtype), values, turned)
+
+    def powers(s, higher, seen):
+        p = jnp.exp(s - _across(higher, s.shape[1]))
+        return p if seen is None else jnp.where(seen, p, 0.0)
 
     @pl.when(i == 0)
     def _():
-        top[...] = sink[...]
-        total[...] = jnp.where(sink[...] > MASKED, 1.0, 0.0)
-        acc[...] = jnp.zeros_like(acc)
         seen = mask[...] != 0
-        each_head(lambda h: visit(h, dot(q[h], k[h], True), v[h], False, seen, scales))
 
-    @pl.when(i < count[b])
-    def _():
-        # A slot holds the last position before `length` that is congruent to it; a plain cache has not wrapped.
-        start, last = (first[b] + i) * chunk, lengths[b] - 1
-        newest = last % slots
+        def begin(these):
+            scores = [scored(h, k[h], True, seen, scales) for h in these]
+            for h, s in zip(these, scores, strict=True):
+                higher = jnp.broadcast_to(jnp.max(s, axis=-1, keepdims=True), top.shape[1:])
+                if sink is not None:
+                    higher = jnp.maximum(higher, sink[h])
+                p = powers(s, higher, seen)
+                sums = jnp.sum(p, axis=-1, keepdims=True)
+                if sink is not None:
+                    sums += jnp.exp(sink[h] - higher[:, :1])
+                top[h], total[h] = higher, first_lane(sums)
+                acc[h] = weighted(h, p, v[h], False, seen, scales)
 
-        def held(shape, axis):
-            slot = start + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
-            position = last - newest + slot - jnp.where(slot > newest, slots, 0)
-            return jnp.where(slot < slots, position, -1)
+        of_heads(begin)
 
-        seen = held((1, chunk), 1)
-        written = (seen if turned_v else held((chunk, 1), 0)) >= 0
-        seen = (seen >= 0) & (seen >= low[...])
+    def visit(seen, written):
+        """One step of the online softmax of every head; None for what is all seen and written."""
 
-        # What was never written may hold anything, even NaN.
         def values(h):
             if codes:
                 return cache_v[0][h].astype(q.dtype)  # which is finite
+            size = v.shape[2]
             if cache_v:
-                return jnp.where(written, cache_v[0][h], 0)
-            size = v.shape[2]  # of the keys' entries, the first ones
-            return jnp.where(written, cache_k[h, :size] if turned_k else cache_k[h, :, :size], 0)
+                found = cache_v[0][h]
+            else:  # the first numbers of the keys' entries
+                found = cache_k[h, :size] if turned_k else cache_k[h, :, :size]
+            return found if written is None else jnp.where(written, found, 0)  # any else may be NaN
 
-        def scores(h):
-            return dot(q[h], cache_k[h].astype(q.dtype), not turned_k)
+        def step(these):
+            scores = [scored(h, cache_k[h], not turned_k, seen, cache_scales) for h in these]
+            for h, s in zip(these, scores, strict=True):
+                higher = jnp.maximum(top[h], jnp.max(s, axis=-1, keepdims=True))
+                p, keep = powers(s, higher, seen), jnp.exp(top[h] - higher)
+                top[h], total[h] = higher, keep * total[h] + row_sums(p)
+                of_chunk = weighted(h, p, values(h), turned_v, seen, cache_scales)
+                acc[h] = _across(keep, acc.shape[2]) * acc[h] + of_chunk
 
-        each_head(lambda h: visit(h, scores(h), values(h), turned_v, seen, cache_scales))
+        of_heads(step)
+
+    # A slot holds the last position before `length` that is congruent to it; a plain cache has not wrapped.
+    start, last = (first[b] + i) * chunk, lengths[b] - 1
+    newest = last % slots
+
+    def position(slot):
+        return last - newest + slot - jnp.where(slot > newest, slots, 0)
+
+    oldest = position(start)
+    whole = (oldest >= highest[b]) & (position(start + chunk - 1) == oldest + chunk - 1) & (start + chunk <= slots)
+
+    @pl.when((i < count[b]) & whole)
+    def _():
+        visit(None, None)
+
+    @pl.when((i < count[b]) & jnp.logical_not(whole))
+    def _():
+        def held(shape, axis):
+            slot = start + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+            return jnp.where(slot < slots, position(slot), -1)
+
+        seen = held((1, chunk), 1)
+        written = (seen if turned_v else held((chunk, 1), 0)) >= 0
+        visit((seen >= 0) & (seen >= low[...]), written)
 
     @pl.when(i == pl.num_programs(3) - 1)
     def _():
-        # Only positions added to fill a tile see nothing at all.
-        out[...] = (acc[...] / jnp.where(total[...] > 0, total[...], 1.0)).astype(out.dtype)
+        def finish(these):
+            for h in these:
+                # Only positions added to fill a tile see nothing at all.
+                sums = jnp.broadcast_to(jnp.sum(total[h], axis=-1, keepdims=True), total.shape[1:])
+                out[h] = (acc[h] * _across(1.0 / jnp.where(sums > 0, sums, 1.0), acc.shape[2])).astype(out.dtype)
+
+        of_heads(finish)
+
+
+def _across(x: Float[Array, "rows 128"], size: int) -> Float[Array, "rows C"]:
+    """The same number in all lanes of a row, in `size` of them."""
+    return jnp.concatenate([x] * -(-size // LANES), axis=1)[:, :size]
 
 
 def _heads(B: int, K: int) -> int:
