@@ -60,7 +60,8 @@ def place() -> SingleDeviceSharding:
     return SingleDeviceSharding(topology(f"{CHIP}:2x2")[0])
 
 
-def array(*shape: int, dtype: DTypeLike = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+def array(*shape: int, dtype: DTypeLike = jnp.bfloat16) -> Any:
+    """What stands for an array."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=place())
 
 

@@ -2,10 +2,11 @@
 
 A grid step holds a chunk of slots of several key-value heads. The queries that share a head are the rows of one
 matrix product. Steps over the chunks of one row of the batch run in order with an online softmax, which begins with
-the block's own keys (and the sink) and so needs no merge at the end. What a row cannot see is not fetched: the
-chunk index stands still, and the pipeline copies nothing.
+the block's own keys (and the sink) and so needs no merge at the end. What a row cannot see is not fetched and has no
+step: they are a list (`visits`).
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -16,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from ..products import precision
 from ..tpu_memory import in_hbm
+from .visits import visits
 
 HEAD_DIMS = (64, 128, 256)
 LATENT_DIMS = 576, 512  # of keys, and of values that are a part of them
@@ -92,15 +94,19 @@ def attend(
     per_query = lambda x: jnp.repeat(fold(x[:, :, None]), G, axis=2).reshape(x.shape[0], tiles, height, x.shape[-1])
     queries = fold(q).reshape(B, tiles, K, height, H)
     bounds = jnp.zeros((B, T), jnp.int32) if low is None else low
-    first, count = _span(bounds, lengths, S, chunk)
-    highest = jnp.max(bounds, axis=1)
+    visited, per_page = visits(bounds, lengths, S, chunk), -(-page // chunk)
+    place = partial(_visit, most=visited.listed.shape[1], bits=visited.bits, together=visited.together)
+
+    def of_row(index):
+        """The index of a block that depends on row, heads and tile of queries."""
+        return lambda p, h, r, s, listed, last, *_: index(place(p, s, listed, last)[0], h, r)
 
     def cache_spec(width: int, turned: bool) -> pl.BlockSpec:
-        def index(b, h, r, i, lengths, first, count, highest, pages):
-            at = first[b] + jnp.clip(i, 0, jnp.maximum(count[b] - 1, 0))
-            which, at = (0, at) if M == 1 else (jax.lax.div(at, page // chunk), jax.lax.rem(at, page // chunk))
-            of_row = pages[b * M + which]
-            return (of_row, h, 0, at) if turned else (of_row, h, at, 0)
+        def index(p, h, r, s, listed, last, parts, lengths, first, highest, pages):
+            b, at, _ = place(p, s, listed, last)
+            which, at = (0, at) if M == 1 else (jax.lax.div(at, per_page), jax.lax.rem(at, per_page))
+            held = pages[b * M + which]
+            return (held, h, 0, at) if turned else (held, h, at, 0)
 
         return pl.BlockSpec((None, heads, *((width, chunk) if turned else (chunk, width))), index)
 
@@ -111,14 +117,13 @@ def attend(
     if scales is not None:  # with slots along the lanes
         fresh.append(jnp.pad(scales[0], ((0, 0), (0, 0), (0, wide - F), (0, 0))).swapaxes(2, 3))
         caches.append((scales[1], True))
-    of_block = lambda b, h, r, i, *_: (b, h, 0, 0)
-    of_queries = lambda b, h, r, i, *_: (b, r, h, 0, 0)
-    of_mask = lambda b, h, r, i, *_: (b if mask.shape[0] > 1 else 0, r, 0, 0)
+    of_block, of_queries = of_row(lambda b, h, r: (b, h, 0, 0)), of_row(lambda b, h, r: (b, r, h, 0, 0))
+    of_mask = of_row(lambda b, h, r: (b if mask.shape[0] > 1 else 0, r, 0, 0))
     in_specs = [
         pl.BlockSpec((None, None, heads, height, H), of_queries),
-        pl.BlockSpec((None, None, height, 1), lambda b, h, r, i, *_: (b, r, 0, 0)),
+        pl.BlockSpec((None, None, height, 1), of_row(lambda b, h, r: (b, r, 0, 0))),
         pl.BlockSpec((None, None, height, wide), of_mask),
-        *(pl.BlockSpec((heads, height, 1), lambda b, h, r, i, *_: (h, 0, 0)) for _ in sink),
+        *(pl.BlockSpec((heads, height, 1), lambda p, h, *_: (h, 0, 0)) for _ in sink),
         *(pl.BlockSpec((None, heads, *x.shape[2:]), of_block) for x in fresh),
         *(cache_spec(x.shape[3], turned) for x, turned in caches),
     ]
@@ -128,6 +133,7 @@ def attend(
         partial(
             _kernel,
             slots=S,
+            place=place,
             turned_k=turned_k,
             turned_v=turned_v,
             sinks=sinks is not None,
@@ -135,8 +141,8 @@ def attend(
             **scores,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=5,
-            grid=(B, K // heads, tiles, jnp.maximum(jnp.max(count), 1)),
+            num_scalar_prefetch=7,
+            grid=(*visited.lengths.shape, K // heads, tiles, jnp.max(visited.lengths) << visited.together),
             in_specs=in_specs,
             out_specs=pl.BlockSpec((None, None, heads, height, Hv), of_queries),
             scratch_shapes=scratch,
@@ -147,10 +153,12 @@ def attend(
         ),
         name="block_attention",
     )(
+        visited.listed.reshape(-1),
+        visited.last,
+        visited.lengths << visited.together,
         lengths.astype(jnp.int32),
-        first,
-        count,
-        highest.astype(jnp.int32),
+        visited.first,
+        jnp.max(bounds, axis=1).astype(jnp.int32),
         pages.reshape(-1).astype(jnp.int32),
         queries,
         per_query(bounds[..., None]),
@@ -164,20 +172,31 @@ def attend(
 
 
 def _kernel(
-    *refs, slots: int, turned_k: bool, turned_v: bool, sinks: bool, codes: bool, scale: float, softcap: float | None
+    *refs,
+    slots: int,
+    place: Callable[..., tuple[Array, Array, Array | bool]],
+    turned_k: bool,
+    turned_v: bool,
+    sinks: bool,
+    codes: bool,
+    scale: float,
+    softcap: float | None,
 ):
     """One chunk of slots of one row of the batch: see the module. All rows of `q[h]` share key-value head h.
 
     `top` and `total` [heads, rows, LANES] are the highest score of each row, in every lane, and what its lanes add up
     to: so a chunk reduces across the lanes once, and moves nothing back across them.
     """
-    lengths, first, count, highest, _, q, low, mask, *rest, out, top, total, acc = refs
+    listed, final, parts, lengths, first, highest, _, q, low, mask, *rest, out, top, total, acc = refs
     sink = rest.pop(0) if sinks else None
     k, v, *rest = rest
     scales, cache_k, *cache_v = rest if codes else (None, *rest)
     cache_scales = cache_v.pop() if codes else None
-    b, i, heads = pl.program_id(0), pl.program_id(3), cache_k.shape[0]
-    chunk = cache_k.shape[2 if turned_k else 1]
+    heads, chunk = cache_k.shape[0], cache_k.shape[2 if turned_k else 1]
+    part, step = pl.program_id(0), pl.program_id(3)
+    b, at, live = place(part, step, listed, final)
+    live &= step < parts[part]
+    cached = live & (lengths[b] > 0)
 
     def of_heads(do):
         # Together, one head's products overlap another's exponentials; of large tiles that takes long to compile.
@@ -219,7 +238,7 @@ def _kernel(
         p = jnp.exp(s - _across(higher, s.shape[1]))
         return p if seen is None else jnp.where(seen, p, 0.0)
 
-    @pl.when(i == 0)
+    @pl.when(live & (at == first[b]))
     def _():
         seen = mask[...] != 0
 
@@ -263,7 +282,7 @@ def _kernel(
         of_heads(step)
 
     # A slot holds the last position before `length` that is congruent to it; a plain cache has not wrapped.
-    start, last = (first[b] + i) * chunk, lengths[b] - 1
+    start, last = at * chunk, lengths[b] - 1
     newest = last % slots
 
     def position(slot):
@@ -272,11 +291,11 @@ def _kernel(
     oldest = position(start)
     whole = (oldest >= highest[b]) & (position(start + chunk - 1) == oldest + chunk - 1) & (start + chunk <= slots)
 
-    @pl.when((i < count[b]) & whole)
+    @pl.when(cached & whole)
     def _():
         visit(None, None)
 
-    @pl.when((i < count[b]) & jnp.logical_not(whole))
+    @pl.when(cached & jnp.logical_not(whole))
     def _():
         def held(shape, axis):
             slot = start + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
@@ -286,7 +305,7 @@ def _kernel(
         written = (seen if turned_v else held((chunk, 1), 0)) >= 0
         visit((seen >= 0) & (seen >= low[...]), written)
 
-    @pl.when(i == pl.num_programs(3) - 1)
+    @pl.when(live & (at == final[b]))
     def _():
         def finish(these):
             for h in these:
@@ -302,6 +321,16 @@ def _across(x: Float[Array, "rows 128"], size: int) -> Float[Array, "rows C"]:
     return jnp.concatenate([x] * -(-size // LANES), axis=1)[:, :size]
 
 
+def _visit(part, step, listed, last, *, most: int, bits: int, together: int):
+    """Row and chunk of a step, and whether there is such a chunk; see `visits.Visits`."""
+    entry = listed[part * most + (step >> together)]
+    b, at = entry >> bits, entry & ((1 << bits) - 1)
+    if together:
+        at += step & ((1 << together) - 1)
+        return b, jnp.minimum(at, last[b]), at <= last[b]
+    return b, at, True
+
+
 def _heads(B: int, K: int) -> int:
     """Key-value heads per grid step; a single row of the batch leaves work for two cores."""
     most = min(HEADS, max(1, K // 2) if B == 1 else K)
@@ -312,12 +341,3 @@ def _chunk(S: int, bytes_per_slot: int) -> int:
     """Slots per grid step: a power of two that keeps to `STEP_BYTES`, at least 128; all of a small cache."""
     fits = max(LANES, 1 << max(1, STEP_BYTES // bytes_per_slot).bit_length() - 1)
     return S if fits >= S else min(fits, 2048)
-
-
-def _span(
-    low: Int[Array, "B T"], lengths: Int[Array, " B"], S: int, chunk: int
-) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """First chunk and number of chunks that hold what some query of the row sees."""
-    first = jnp.where(lengths > S, 0, jnp.minimum(jnp.min(low, axis=1), lengths) // chunk)
-    used = jnp.minimum(lengths, S)
-    return first.astype(jnp.int32), jnp.maximum(0, -(-used // chunk) - first).astype(jnp.int32)

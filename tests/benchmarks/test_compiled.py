@@ -29,11 +29,13 @@ condition:
 
 def test_the_inner_loop_of_a_schedule():
     """As libtpu writes it: an address, what begins there, and a mark for each loop around it."""
-    text = """
+    text = """\
      0   :  { %9 = vsyncpa [#allocation5], 0 }
    0x5 LB: > { %s2018_s19 = sadd.s32 4294967295, %s1900_s18 }
   0x49 LB: >> { %s1453_s26 = sshll.u32 %s1968_s19, 8 }
   0x54   : >> { %s463_s5 = sand.u32 127, %s462_s10 }
  0x1b3   : >> { %v1259_v58 = vadd.f32 %v1936_v34, %v1230_v20 }
  0x1b6 PF: > { %p17_p10 = scmp.ge.s32.totalorder %s2021_s20, 34 }"""
-    assert bundles.inner_loop(text) == 0x1B3 - 0x49 + 1
+    lines = text.splitlines()
+    assert bundles.inner_loop(lines) == 0x1B3 - 0x49 + 1
+    assert bundles.branches([*lines[:2], " 0x1f8   : > { %12 = sbr.rel (%p1_p1) target = $region68 }"]) == [0x1F8]
