@@ -165,7 +165,7 @@ def _stream(engine: "Engine", found: Loaded, tokens: list[int], name: str) -> "C
 
 
 def _figures(engine: "Engine", completion: "Completion") -> str:
-    """Steps, tau and speed of an answer; besides, how fast it is without speculation, if that was measured."""
+    """Steps, tau and speed of an answer; if speculation gained anything, how fast it is without, where measured."""
     count, steps = len(completion.token_ids), len(completion.acceptance_lengths)
     seconds = completion.finished - completion.first_token
     parts = [f"{count} tokens"]
@@ -174,6 +174,6 @@ def _figures(engine: "Engine", completion: "Completion") -> str:
     if seconds > 0 and count > 1:
         parts.append(f"{(count - 1) / seconds:.1f} tokens/s")
     parts.append(f"first token after {completion.first_token - completion.submitted:.2f} s")
-    plain = engine.drafts.plain_seconds(1) if engine.drafter else None
+    plain = engine.drafts.plain_seconds(1) if completion.tau is not None and completion.tau > 1 else None
     more = f"; without speculation about {1 / plain:.1f} tokens/s, measured at the start" if plain else ""
     return f"[{', '.join(parts)}{more}]"

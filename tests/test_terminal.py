@@ -1,6 +1,7 @@
 """Answers on the terminal: one prompt, a conversation, and the check of a finished job."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,14 +26,23 @@ def said(pair, *turns, system=None):
 
 @pytest.mark.parametrize("more", [[], ["--no-speculation"], ["--block-size", "8"]])
 def test_one_prompt_and_its_figures(pair, capsys, more):
-    """By default it measures what pays, and says how fast it is without speculation."""
+    """By default it measures what pays, and says how fast it is without speculation if it speculated."""
     assert commands.main(["generate", "hello", *models(pair), *more]) == 0
     shown = capsys.readouterr()
     assert shown.out == said(pair, "hello") + "\n"
     assert "loading target ..." in shown.err
     assert ("tau " in shown.err) == ("--no-speculation" not in more)
     assert "tokens/s, first token after " in shown.err
-    assert ("; without speculation about " in shown.err) == (not more)
+    compared = not more and "tau 1.00" not in shown.err  # where nothing was gained there is nothing to compare
+    assert ("; without speculation about " in shown.err) == compared
+
+
+@pytest.mark.parametrize("tau", [None, 1.0, 1.5])
+def test_only_what_speculation_gained_is_compared(tau):
+    engine = SimpleNamespace(drafter=object(), drafts=SimpleNamespace(plain_seconds=lambda rows: 0.01 * rows))
+    times = {"submitted": 0.0, "first_token": 1.0, "finished": 2.0}
+    done = SimpleNamespace(token_ids=[1, 2, 3], acceptance_lengths=[1, 2], tau=tau, **times)
+    assert ("without speculation about 100.0 tokens/s" in terminal._figures(engine, done)) == (tau == 1.5)
 
 
 def test_a_conversation(pair, tmp_path, capsys, monkeypatch):
