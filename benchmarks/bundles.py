@@ -6,10 +6,10 @@ core starts in one cycle, if it waits for nothing.
 Weights of four bits: 16 rows and a matrix of 4096 x 4096. The table has the bundles of the inner loop for 1,000
 weights, and those that the chip's memory takes to deliver them.
 
-Attention: eight heads of 128 numbers, four queries each at a position, and a cache in pages of 128 slots. The table has
-the bundles of a step of the kernel, which reads a page: before its work; for a page that all queries see, and for one
-that they do not; and those that the chip's memory takes to deliver it. A row's first step has its block, too, and its
-last one the division at the end.
+Attention: heads of 128 numbers, four queries each at a position, and a cache in pages of 128 slots. The table has the
+bundles of a step of the kernel, which reads so many pages: before its work, where it begins copies and waits for them;
+for pages that all queries see, and for others; and those that the chip's memory takes to deliver them. A row's first
+step has its block, too, and its last one the division at the end.
 """
 
 import os
@@ -33,6 +33,7 @@ from dflash_jax.cache.int8 import Int8KV
 from dflash_jax.chips import CHIPS
 from dflash_jax.infer.interrupt import exit_quietly
 from dflash_jax.kernels.block_attention import attend
+from dflash_jax.kernels.block_attention import pallas_tpu as block_attention
 from dflash_jax.kernels.linear import linear, pallas_tpu
 from dflash_jax.quantised import FourBit
 
@@ -46,12 +47,13 @@ KINDS = {  # inputs that share a scale, its type, and whether there are zero poi
     "MXFP4": (32, "uint8", False),
     "NVFP4": (16, "float8_e4m3fn", False),
 }
-BATCH, HEADS, SHARE, DIM, PAGE, CACHED = 4, 8, 4, 128, 128, 2048
-BLOCKS = {  # positions of a block, and whether the cache has 8 bits
-    "1 position": (1, False),
-    "16 positions": (16, False),
-    "16 positions, int8 cache": (16, True),
-    "a tree of 31": (31, False),
+BATCH, SHARE, DIM, PAGE, CACHED = 4, 4, 128, 128, 2048
+BLOCKS = {  # positions of a block, key-value heads, and whether the cache has 8 bits
+    "1 position, 8 heads": (1, 8, False),
+    "16 positions, 8 heads": (16, 8, False),
+    "16 positions, 8 heads, int8 cache": (16, 8, True),
+    "16 positions, 2 heads": (16, 2, False),
+    "a tree of 31, 8 heads": (31, 8, False),
 }
 
 
@@ -113,11 +115,12 @@ def four_bits(dump: Path) -> None:
 
 def attention(dump: Path) -> None:
     """Prints the table of attention."""
-    print("| | before | all seen | not all seen | to read it | block | end |\n|---|---|---|---|---|---|---|")
-    for name, (positions, codes) in BLOCKS.items():
+    columns = "", "pages", "before", "all seen", "not all seen", "to read them", "block", "end"
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for name, (positions, heads, codes) in BLOCKS.items():
         stored = jnp.int8 if codes else jnp.bfloat16
-        fresh = array(BATCH, HEADS, positions, DIM, dtype=stored)
-        held = array(BATCH * CACHED // PAGE, HEADS, PAGE, DIM, dtype=stored)
+        fresh = array(BATCH, heads, positions, DIM, dtype=stored)
+        held = array(BATCH * CACHED // PAGE, heads, PAGE, DIM, dtype=stored)
         scales = [array(*x.shape[:3], 2, dtype=jnp.float32) for x in (fresh, held)]
 
         def call(q: Any, at: Any, fresh: Any, held: Any, lengths: Any, pages: Any, scales: Any) -> Any:
@@ -127,12 +130,14 @@ def attention(dump: Path) -> None:
             how = {"visible": "causal", "pages": pages, "implementation": "tpu", **more}
             return attend(q, at, fresh, fresh, cache, lengths, **how)
 
-        q, whole = array(BATCH, positions, HEADS * SHARE, DIM), partial(array, BATCH, dtype=jnp.int32)
+        q, whole = array(BATCH, positions, heads * SHARE, DIM), partial(array, BATCH, dtype=jnp.int32)
         arguments = q, whole(positions), fresh, held, whole(), whole(CACHED // PAGE), scales if codes else None
         ends = branches(schedule("attention", dump, call, *arguments))[-5:]
         begin, all_seen, some_seen, end = (later - earlier for earlier, later in pairwise(ends))
-        read = bundles_to_read(2 * HEADS * PAGE * (DIM * jnp.dtype(stored).itemsize + 4 * codes))
-        print(f"| {name} | {ends[0]} | {all_seen} | {some_seen} | {read:.0f} | {begin} | {end} |", flush=True)
+        pages = block_attention.pages_at_once(PAGE, 2 * heads * DIM * jnp.dtype(stored).itemsize)
+        read = bundles_to_read(pages * 2 * heads * PAGE * (DIM * jnp.dtype(stored).itemsize + 4 * codes))
+        figures = name, pages, ends[0], all_seen, some_seen, round(read), begin, end
+        print(f"| {' | '.join(map(str, figures))} |", flush=True)
 
 
 def bundles_to_read(size: float) -> float:

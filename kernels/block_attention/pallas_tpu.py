@@ -8,6 +8,7 @@ step: they are a list (`visits`).
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from ..products import precision
 from ..tpu_memory import in_hbm
+from .page_copies import copied
 from .visits import visits
 
 HEAD_DIMS = (64, 128, 256)
@@ -76,7 +78,9 @@ def attend(
     tile = T if T * G <= ROWS else max(1, ROWS // G)  # positions of a tile of queries
     tiles = -(-T // tile)
     more, height = tiles * tile - T, tile * G
-    S, chunk = M * page, _chunk(page, heads * (H if cache_v is None else H + Hv) * cache_k.dtype.itemsize)
+    slot_bytes = heads * (H if cache_v is None else H + Hv) * cache_k.dtype.itemsize
+    S, paged = M * page, M > 1
+    chunk, several = (page, pages_at_once(page, slot_bytes)) if paged else (_chunk(page, slot_bytes), 1)
 
     def fold(x: Array) -> Array:
         """[b, T, n, X] -> [b, tiles, n, tile, X]; positions added at the end see nothing."""
@@ -94,48 +98,56 @@ def attend(
     per_query = lambda x: jnp.repeat(fold(x[:, :, None]), G, axis=2).reshape(x.shape[0], tiles, height, x.shape[-1])
     queries = fold(q).reshape(B, tiles, K, height, H)
     bounds = jnp.zeros((B, T), jnp.int32) if low is None else low
-    visited, per_page = visits(bounds, lengths, S, chunk), -(-page // chunk)
+    visited = visits(bounds, lengths, S, several * chunk)
     place = partial(_visit, most=visited.listed.shape[1], bits=visited.bits, together=visited.together)
 
     def of_row(index):
         """The index of a block that depends on row, heads and tile of queries."""
         return lambda p, h, r, s, listed, last, *_: index(place(p, s, listed, last)[0], h, r)
 
-    def cache_spec(width: int, turned: bool) -> pl.BlockSpec:
-        def index(p, h, r, s, listed, last, parts, lengths, first, highest, pages):
-            b, at, _ = place(p, s, listed, last)
-            which, at = (0, at) if M == 1 else (jax.lax.div(at, per_page), jax.lax.rem(at, per_page))
-            held = pages[b * M + which]
-            return (held, h, 0, at) if turned else (held, h, at, 0)
-
-        return pl.BlockSpec((None, heads, *((width, chunk) if turned else (chunk, width))), index)
-
-    caches = [(cache_k, turned_k), *([] if cache_v is None else [(cache_v, turned_v)])]
+    held = [(cache_k, turned_k), *([] if cache_v is None else [(cache_v, turned_v)])]
     fresh, sink = [k, v], []
     if sinks is not None:
         sink.append(jnp.repeat(sinks.astype(jnp.float32).reshape(K, G), tile, axis=1)[..., None])
     if scales is not None:  # with slots along the lanes
         fresh.append(jnp.pad(scales[0], ((0, 0), (0, 0), (0, wide - F), (0, 0))).swapaxes(2, 3))
-        caches.append((scales[1], True))
+        held.append((scales[1], True))
+    caches = [in_hbm(x.swapaxes(2, 3) if turned else x) for x, turned in held]
     of_block, of_queries = of_row(lambda b, h, r: (b, h, 0, 0)), of_row(lambda b, h, r: (b, r, h, 0, 0))
     of_mask = of_row(lambda b, h, r: (b if mask.shape[0] > 1 else 0, r, 0, 0))
+
+    def of_cache(x: Array, turned: bool) -> pl.BlockSpec:
+        if paged:
+            return pl.BlockSpec(memory_space=pltpu.HBM)  # see `page_copies`
+
+        def index(p, h, r, s, listed, last, parts, lengths, first, highest, pages):
+            b, at, _ = place(p, s, listed, last)
+            return (pages[b], h, 0, at) if turned else (pages[b], h, at, 0)
+
+        return pl.BlockSpec((None, heads, *((x.shape[2], chunk) if turned else (chunk, x.shape[3]))), index)
+
     in_specs = [
         pl.BlockSpec((None, None, heads, height, H), of_queries),
         pl.BlockSpec((None, None, height, 1), of_row(lambda b, h, r: (b, r, 0, 0))),
         pl.BlockSpec((None, None, height, wide), of_mask),
         *(pl.BlockSpec((heads, height, 1), lambda p, h, *_: (h, 0, 0)) for _ in sink),
         *(pl.BlockSpec((None, heads, *x.shape[2:]), of_block) for x in fresh),
-        *(cache_spec(x.shape[3], turned) for x, turned in caches),
+        *(of_cache(x, turned) for x, (_, turned) in zip(caches, held, strict=True)),
     ]
     scores = {"scale": scale, "softcap": softcap}
-    scratch = [pltpu.VMEM((heads, height, width), jnp.float32) for width in (LANES, LANES, Hv)]
+    scratch: list[Any] = [pltpu.VMEM((heads, height, width), jnp.float32) for width in (LANES, LANES, Hv)]
+    if paged:
+        scratch += [pltpu.VMEM((2, several, heads, *x.shape[2:]), x.dtype) for x in caches]
+        scratch.append(pltpu.SemaphoreType.DMA((2,)))
     out = pl.pallas_call(
         partial(
             _kernel,
             slots=S,
             place=place,
+            pages_of_row=M,
             turned_k=turned_k,
             turned_v=turned_v,
+            has_values=cache_v is not None,
             sinks=sinks is not None,
             codes=scales is not None,
             **scores,
@@ -165,7 +177,7 @@ def attend(
         per_query(mask.astype(jnp.int32)),
         *sink,
         *fresh,
-        *(in_hbm(cache.swapaxes(2, 3) if turned else cache) for cache, turned in caches),
+        *caches,
     )
     out = out.reshape(B, tiles, N, tile, Hv).swapaxes(2, 3).reshape(B, tiles * tile, N, Hv)
     return out[:, :T]
@@ -175,27 +187,48 @@ def _kernel(
     *refs,
     slots: int,
     place: Callable[..., tuple[Array, Array, Array | bool]],
+    pages_of_row: int,
     turned_k: bool,
     turned_v: bool,
+    has_values: bool,
     sinks: bool,
     codes: bool,
     scale: float,
     softcap: float | None,
 ):
-    """One chunk of slots of one row of the batch: see the module. All rows of `q[h]` share key-value head h.
+    """One chunk of slots of one row of the batch, or one of each of several pages: see the module. All rows of `q[h]`
+    share key-value head h.
 
     `top` and `total` [heads, rows, LANES] are the highest score of each row, in every lane, and what its lanes add up
     to: so a chunk reduces across the lanes once, and moves nothing back across them.
     """
-    listed, final, parts, lengths, first, highest, _, q, low, mask, *rest, out, top, total, acc = refs
+    listed, final, parts, lengths, first, highest, pages, q, low, mask, *rest = refs
     sink = rest.pop(0) if sinks else None
     k, v, *rest = rest
-    scales, cache_k, *cache_v = rest if codes else (None, *rest)
-    cache_scales = cache_v.pop() if codes else None
-    heads, chunk = cache_k.shape[0], cache_k.shape[2 if turned_k else 1]
-    part, step = pl.program_id(0), pl.program_id(3)
+    scales = [rest.pop(0)] if codes else None
+    arrays = 1 + has_values + codes  # of a cache
+    caches, (out, top, total, acc, *copies) = rest[:arrays], rest[arrays:]
+    part, group, step = pl.program_id(0), pl.program_id(1), pl.program_id(3)
     b, at, live = place(part, step, listed, final)
     live &= step < parts[part]
+    heads = q.shape[0]
+    if copies:
+        *buffers, done = copies
+        several, size = buffers[0].shape[1], slots // pages_of_row
+
+        def needed(step):
+            b, at, there = place(part, step, listed, final)
+            for page in (at * several + nth for nth in range(several)):
+                yield there & (page * size < lengths[b]), lambda page=page: pages[b * pages_of_row + page]
+
+        of_group = pl.ds(group * heads, heads)
+        half = copied(needed, step, parts[part], caches, buffers, of_group, done)
+        caches = [[x.at[half, nth] for nth in range(several)] for x in buffers]
+    else:
+        caches = [[x] for x in caches]
+    cache_k, cache_v, cache_scales = caches[0], caches[1] if has_values else None, caches[-1] if codes else None
+    each = cache_k[0].shape[2 if turned_k else 1]
+    chunk = len(cache_k) * each
     cached = live & (lengths[b] > 0)
 
     def of_heads(do):
@@ -220,9 +253,13 @@ def _kernel(
             return first_lane(jnp.sum(p, axis=-1, keepdims=True))
         return sum(p[:, at : at + LANES] for at in range(0, p.shape[1], LANES))
 
+    def side_by_side(parts):
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
     def scored(h, keys, turned, seen, scales):
         """Scores [rows, C] of head h, those that are not seen as `MASKED`."""
-        s = dot(q[h], keys.astype(q.dtype), turned) * (scale if scales is None else scale * scales[h, :1])
+        s = side_by_side([dot(q[h], part[h].astype(q.dtype), turned) for part in keys])
+        s *= scale if scales is None else scale * side_by_side([part[h, :1] for part in scales])
         if softcap is not None:
             s = softcap * jnp.tanh(s / softcap)
         return s if seen is None else jnp.where(seen, s, MASKED)
@@ -230,9 +267,10 @@ def _kernel(
     def weighted(h, p, values, turned, seen, scales):
         """Sums [rows, Hv] of values, weighted by p, which are zero where nothing is seen."""
         if scales is not None:
-            p = p * scales[h, 1:]
+            p = p * side_by_side([part[h, 1:] for part in scales])
             p = p if seen is None else jnp.where(seen, p, 0.0)  # what was never written has any scale, even NaN
-        return dot(p.astype(values.dtype), values, turned)
+        size, p = p.shape[1] // len(values), p.astype(q.dtype)
+        return sum(dot(p[:, i * size : (i + 1) * size], part, turned) for i, part in enumerate(values))
 
     def powers(s, higher, seen):
         p = jnp.exp(s - _across(higher, s.shape[1]))
@@ -243,7 +281,7 @@ def _kernel(
         seen = mask[...] != 0
 
         def begin(these):
-            scores = [scored(h, k[h], True, seen, scales) for h in these]
+            scores = [scored(h, [k], True, seen, scales) for h in these]
             for h, s in zip(these, scores, strict=True):
                 higher = jnp.broadcast_to(jnp.max(s, axis=-1, keepdims=True), top.shape[1:])
                 if sink is not None:
@@ -253,7 +291,7 @@ def _kernel(
                 if sink is not None:
                     sums += jnp.exp(sink[h] - higher[:, :1])
                 top[h], total[h] = higher, first_lane(sums)
-                acc[h] = weighted(h, p, v[h], False, seen, scales)
+                acc[h] = weighted(h, p, [v[h]], False, seen, scales)
 
         of_heads(begin)
 
@@ -261,17 +299,19 @@ def _kernel(
         """One step of the online softmax of every head; None for what is all seen and written."""
 
         def values(h):
+            size = v.shape[2]  # of latents, the first numbers of the keys' entries
+            part = (lambda x: x[h, :size] if turned_k else x[h, :, :size]) if cache_v is None else lambda x: x[h]
+            found = [part(x) for x in (cache_k if cache_v is None else cache_v)]
             if codes:
-                return cache_v[0][h].astype(q.dtype)  # which is finite
-            size = v.shape[2]
-            if cache_v:
-                found = cache_v[0][h]
-            else:  # the first numbers of the keys' entries
-                found = cache_k[h, :size] if turned_k else cache_k[h, :, :size]
-            return found if written is None else jnp.where(written, found, 0)  # any else may be NaN
+                return [x.astype(q.dtype) for x in found]  # which are finite
+            if written is None:
+                return found
+            ends = [*range(each, chunk, each)]
+            there = jnp.split(written, ends, axis=1 if turned_v else 0)
+            return [jnp.where(here, x, 0) for here, x in zip(there, found, strict=True)]  # any else may be NaN
 
         def step(these):
-            scores = [scored(h, cache_k[h], not turned_k, seen, cache_scales) for h in these]
+            scores = [scored(h, cache_k, not turned_k, seen, cache_scales) for h in these]
             for h, s in zip(these, scores, strict=True):
                 higher = jnp.maximum(top[h], jnp.max(s, axis=-1, keepdims=True))
                 p, keep = powers(s, higher, seen), jnp.exp(top[h] - higher)
@@ -335,6 +375,11 @@ def _heads(B: int, K: int) -> int:
     """Key-value heads per grid step; a single row of the batch leaves work for two cores."""
     most = min(HEADS, max(1, K // 2) if B == 1 else K)
     return max(h for h in range(1, most + 1) if K % h == 0)
+
+
+def pages_at_once(page: int, bytes_per_slot: int) -> int:
+    """How many pages a grid step reads, so that it keeps to `STEP_BYTES`: a power of two, at most 8."""
+    return 1 if page % LANES else max(n for n in (1, 2, 4, 8) if n == 1 or n * page * bytes_per_slot <= STEP_BYTES)
 
 
 def _chunk(S: int, bytes_per_slot: int) -> int:

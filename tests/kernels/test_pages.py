@@ -1,8 +1,11 @@
 """Attention to caches in pages, by every implementation, against the same oracle as that to whole rows."""
 
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
-from dflash_jax.kernels.shapes import SHAPES
+from dflash_jax.kernels.block_attention import pallas_tpu
+from dflash_jax.kernels.shapes import SHAPES, Shape
+from tests.kernels import test_codes, test_conformance
 from tests.kernels.test_conformance import INTERPRETED, SLOTS, check, small, small_chunks  # noqa: F401
 
 NAMES = "qwen3-8b verify", "gpt-oss verify, sliding", "kimi-k2.5 verify"
@@ -22,3 +25,19 @@ def test_rows_whose_pages_lie_anywhere(implementation, name):
 @pytest.mark.parametrize("implementation", INTERPRETED)
 def test_a_row_may_be_one_page(implementation):
     check(implementation, small(SHAPES["qwen3-8b draft"]), [0, 201, SLOTS], page=SLOTS)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("several", [1, 2, 4])
+def test_several_pages_in_a_step(monkeypatch, capsys, several, cores):
+    """The kernel for TPUs copies them itself; the interpreter copies when a copy is waited for, and looks for races."""
+    monkeypatch.setattr(pallas_tpu, "pages_at_once", lambda *_: several)
+    params = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=cores)
+    monkeypatch.setitem(INTERPRETED, "tpu", lambda: pltpu.force_tpu_interpret_mode(params))
+    for module in (test_conformance, test_codes):
+        monkeypatch.setattr(module, "SLOTS", 5 * 128)
+    lengths = [300, 0, 128, 640, 1]
+    check("tpu", Shape(3, 4, 2, 128), lengths, page=128)
+    check("tpu", Shape(2, 4, 2, 64, window=100), lengths, page=128)
+    test_codes.check("tpu", Shape(1, 4, 2, 128), lengths, page=128)
+    assert "RACE" not in capsys.readouterr().out
