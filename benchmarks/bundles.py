@@ -74,11 +74,11 @@ def weight(group: int, scale: str, zero: bool) -> Any:
     return FourBit(array(SIZE, SIZE // 2, dtype=jnp.uint8), array(SIZE, groups, dtype=scale), zero=zeros, code=code)
 
 
-def schedule(kernel: str, dump: Path, function: Callable[..., Any], *arguments: Any) -> list[str]:
+def schedule(kernel: str, dump: Path, function: Callable[..., Any], *arguments: Any, **more: Any) -> list[str]:
     """Lines of the schedule of one kernel of a compiled function: an address, a `>` for each loop, instructions."""
     before = set(dump.iterdir())
     with compiling_for(f"{CHIP}:2x2"):
-        jax.jit(function).lower(*arguments).compile()
+        jax.jit(function).lower(*arguments, **more).compile()
     new = [path for path in dump.iterdir() if path not in before and kernel in path.name]
     (last,) = [path for path in new if re.search(r"\d+-final_bundles\.txt$", path.name)]
     return [line for line in last.read_text().splitlines() if re.match(r"\s*0x[0-9a-f]+\s*\w*\s*:", line)]
@@ -121,18 +121,14 @@ def attention(dump: Path) -> None:
         stored = jnp.int8 if codes else jnp.bfloat16
         fresh = array(BATCH, heads, positions, DIM, dtype=stored)
         held = array(BATCH * CACHED // PAGE, heads, PAGE, DIM, dtype=stored)
-        scales = [array(*x.shape[:3], 2, dtype=jnp.float32) for x in (fresh, held)]
-
-        def call(q: Any, at: Any, fresh: Any, held: Any, lengths: Any, pages: Any, scales: Any) -> Any:
-            more, cache = {}, KV(held, held)
-            if scales is not None:
-                more, cache = {"scales": scales[0]}, Int8KV(held, held, scales=scales[1])
-            how = {"visible": "causal", "pages": pages, "implementation": "tpu", **more}
-            return attend(q, at, fresh, fresh, cache, lengths, **how)
-
+        cache, more = KV(held, held), {}
+        if codes:
+            of_fresh, of_held = (array(*x.shape[:3], 2, dtype=jnp.float32) for x in (fresh, held))
+            cache, more = Int8KV(held, held, scales=of_held), {"scales": of_fresh}
         q, whole = array(BATCH, positions, heads * SHARE, DIM), partial(array, BATCH, dtype=jnp.int32)
-        arguments = q, whole(positions), fresh, held, whole(), whole(CACHED // PAGE), scales if codes else None
-        ends = branches(schedule("attention", dump, call, *arguments))[-5:]
+        arguments, more["pages"] = (q, whole(positions), fresh, fresh, cache, whole()), whole(CACHED // PAGE)
+        call = partial(attend, visible="causal", implementation="tpu")
+        ends = branches(schedule("attention", dump, call, *arguments, **more))[-5:]
         begin, all_seen, some_seen, end = (later - earlier for earlier, later in pairwise(ends))
         pages = block_attention.pages_at_once(PAGE, 2 * heads * DIM * jnp.dtype(stored).itemsize)
         read = bundles_to_read(pages * 2 * heads * PAGE * (DIM * jnp.dtype(stored).itemsize + 4 * codes))

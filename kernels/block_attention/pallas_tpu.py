@@ -8,7 +8,6 @@ step: they are a list (`visits`).
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -135,10 +134,9 @@ def attend(
         *(of_cache(x, turned) for x, (_, turned) in zip(caches, held, strict=True)),
     ]
     scores = {"scale": scale, "softcap": softcap}
-    scratch: list[Any] = [pltpu.VMEM((heads, height, width), jnp.float32) for width in (LANES, LANES, Hv)]
-    if paged:
-        scratch += [pltpu.VMEM((2, several, heads, *x.shape[2:]), x.dtype) for x in caches]
-        scratch.append(pltpu.SemaphoreType.DMA((2,)))
+    scratch = [pltpu.VMEM((heads, height, width), jnp.float32) for width in (LANES, LANES, Hv)]
+    buffers = [pltpu.VMEM((2, several, heads, *x.shape[2:]), x.dtype) for x in caches]
+    of_copies = [*buffers, pltpu.SemaphoreType.DMA((2,))] if paged else []
     out = pl.pallas_call(
         partial(
             _kernel,
@@ -157,7 +155,7 @@ def attend(
             grid=(*visited.lengths.shape, K // heads, tiles, jnp.max(visited.lengths) << visited.together),
             in_specs=in_specs,
             out_specs=pl.BlockSpec((None, None, heads, height, Hv), of_queries),
-            scratch_shapes=scratch,
+            scratch_shapes=[*scratch, *of_copies],
         ),
         out_shape=jax.ShapeDtypeStruct((B, tiles, K, height, Hv), q.dtype),
         compiler_params=pltpu.CompilerParams(
