@@ -2,6 +2,7 @@
 
 Of each row, the aligned windows of slots that the block falls into are read, changed and written back. A
 product with a 0/1 matrix moves the block to its slots: positions shift by any amount, and every sum has one term.
+The short blocks of decoding steps are written by `rows_tpu`.
 """
 
 from collections.abc import Sequence
@@ -15,8 +16,10 @@ from jaxtyping import Array, Int, Num
 
 from ..products import precision
 from ..tpu_memory import in_hbm
+from . import rows_tpu
 
 LANES = 128
+SHORT = 64  # positions of the blocks of decoding steps, at most: see `rows_tpu`
 SUBLANES = {1: 32, 2: 16, 4: 16}  # slots of a window at least, whole tiles, by the bytes of a number
 
 
@@ -42,6 +45,15 @@ def append(
     """See `api.append`."""
     if pages is None:  # a row is one page
         pages = (jnp.arange(lengths.shape[0]) if rows is None else rows)[:, None]
+    windows = [_window(cache, block) for cache, block in zip(caches, blocks, strict=True)]
+    if blocks[0].shape[2] <= min(SHORT, *windows):
+        written = list(caches)
+        for window in sorted(set(windows)):
+            same = [i for i, size in enumerate(windows) if size == window]
+            some = [written[i] for i in same], [blocks[i] for i in same], [_turned(caches[i]) for i in same]
+            for i, new in zip(same, rows_tpu.append(*some, lengths, kept, pages, window, ring), strict=True):
+                written[i] = new
+        return written
     scalars = lengths.astype(jnp.int32), kept.astype(jnp.int32), pages.astype(jnp.int32)
     return [_append(cache, block, scalars, ring) for cache, block in zip(caches, blocks, strict=True)]
 

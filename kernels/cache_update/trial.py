@@ -11,6 +11,7 @@ from jaxtyping import Array, Num, PRNGKeyArray
 from ..pages import in_pages
 from .part import Part
 
+ROWS = 10  # more than a kernel handles at the same time
 ARRAYS = 6  # of a trial, at most: keys, values and scales of two layers
 
 
@@ -53,17 +54,18 @@ class Trial(NamedTuple):
         widths, dtypes = (x.shape[3] for x in caches[:ARRAYS]), (str(x.dtype) for x in caches[:ARRAYS])
         slots = slots if slots % step else min(slots, 4 * step)
         slots = slots if page is None else -(-slots // page) * page
-        return cls(min(B, 2), T, K, tuple(widths), slots, tuple(dtypes), ring, path, inside, page)
+        return cls(min(B, ROWS), T, K, tuple(widths), slots, tuple(dtypes), ring, path, inside, page)
 
     @property
     def tolerance(self) -> float:
         return 0.0
 
     def run(self, call: Callable[..., list[Array]]) -> list[Array]:
-        """The caches: a block over the border of a window, and one at the end that keeps half of its positions."""
-        S, T = self.slots, self.T
-        lengths = jnp.asarray([S // 4 - T // 2, S - T // 4 - 1], jnp.int32)[: self.rows].clip(0)
-        kept = jnp.asarray([T, T - T // 2], jnp.int32)[: self.rows]
+        """The caches: a block over the border of a window, and one at the end that keeps half of its positions, by
+        turns, each a position further from there."""
+        S, T, (further, at_end) = self.slots, self.T, jnp.divmod(jnp.arange(self.rows, dtype=jnp.int32), 2)
+        lengths = jnp.where(at_end, S - T // 4 - 1 - further, S // 4 - T // 2 + further).clip(0)
+        kept = jnp.where(at_end, T - T // 2, T)
         valid, path = (jnp.arange(T)[None] < kept[:, None])[:, None, :, None], None
         if self.path is not None:  # every other position, from the end
             kept = jnp.minimum(kept, self.path)

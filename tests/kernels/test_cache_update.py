@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
-from dflash_jax.kernels.cache_update import Part, append, pallas_gpu, pallas_tpu, room
+from dflash_jax.kernels.cache_update import Part, append, pallas_gpu, pallas_tpu, room, rows_tpu
 from dflash_jax.kernels.cache_update.trial import Trial
 from dflash_jax.kernels.pages import in_pages, in_rows
 from tests.chips import topology
@@ -64,6 +64,29 @@ def test_equals_a_loop(implementation, ring, widths, S, T, lengths, kept):
     got = called(implementation, *arguments, jnp.asarray(rows), ring=ring)
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("widths", "page"), [((128, 128, 128), None), ((64, 64), None), ((128, 256), 128)])
+@pytest.mark.parametrize("ring", [False, True])
+def test_many_rows_on_their_way_at_once(monkeypatch, capsys, widths, page, ring):
+    """More than fit into a TPU core's memory together; the interpreter looks for races."""
+    monkeypatch.setattr(rows_tpu, "BYTES", 1 << 18)
+    rng, B, K, T, S = np.random.default_rng(0), 11, 2, 5, 256
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape).astype(np.float32))
+    lengths = jnp.asarray(rng.integers(0, S, B), jnp.int32).at[3].set(S - 2)
+    kept = jnp.asarray(rng.integers(0, T + 1, B), jnp.int32).at[5].set(0)
+    caches, blocks = [draw(B, K, S, w) for w in widths], [draw(B, K, T, w) for w in widths]
+    wanted = [
+        expected(c, x, lengths.tolist(), kept.tolist(), range(B), ring) for c, x in zip(caches, blocks, strict=True)
+    ]
+    pages = None
+    if page is not None:
+        caches, pages = in_pages(caches, page, jax.random.key(0))
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+        got = append(caches, blocks, lengths, kept, pages=pages, ring=ring, implementation="tpu")
+    for a, b in zip(got if pages is None else in_rows(got, pages), wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert "RACE" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("implementation", ["xla", "tpu", "gpu"])
