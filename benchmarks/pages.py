@@ -21,6 +21,7 @@ from benchmarks.loads import VOCABULARY, small_pair
 from dflash_jax import Engine, Request, SamplingParams
 from dflash_jax.benchmarks.random_weights import random_pair
 from dflash_jax.cache import size_in_bytes
+from dflash_jax.cache.pages import PAGE
 
 MOST = 8192  # tokens of a request
 
@@ -85,7 +86,8 @@ def speed(target: Any, drafter: Any, rounds: int = 3) -> None:
     for name, (asked, given) in jobs.items():
         for slots in (8, 16):
             settings: dict[str, Any] = {"slots": slots, "block_size": "auto", **given}
-            shared = slots * given["max_length"] if name == "alike" else slots * 128 + given["max_length"]
+            whole = -(-given["max_length"] // PAGE) * PAGE
+            shared = slots * whole if name == "alike" else slots * PAGE + whole
             engines = {"alone": Engine(target, drafter, **settings)}
             engines["shared"] = Engine(target, drafter, cache_tokens=shared, **settings)
             seconds = {which: list[float]() for which in engines}

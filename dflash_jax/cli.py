@@ -237,7 +237,7 @@ class EngineOptions:
         seed: random seed of requests that name none
         max_length: maximum number of tokens of a sequence, prompt and answer together
         cache_tokens: size of the KV cache in tokens, which all sequences share in pages: each takes what its tokens
-            need. A large --max-length then costs next to nothing: with --http it is the target's own unless given
+            need. A large --max-length then costs next to nothing
         cache_dtype: int8 keeps the target's KV cache in 8 bits, with a scale for each token and head: nearly twice the
             tokens in the memory of bfloat16. Answers may differ from those of a cache in the dtype of the weights
         draft_window: window of the drafter's attention in tokens, besides the first 128, so that its cache stops
@@ -258,10 +258,20 @@ class EngineOptions:
 
     seed: int = 0
     max_length: Annotated[
-        int | None, optional(int, "N", "what the longest request needs; 4096 with --http; 2048 with --deterministic")
+        int | None,
+        optional(
+            int,
+            "N",
+            "what the longest request needs; with --http the context length; 2048 with --deterministic",
+        ),
     ] = None
     cache_tokens: Annotated[
-        int | None, optional(int, "N", "--max-length per sequence; less if requests of a file differ much in length")
+        int | None,
+        optional(
+            int,
+            "N",
+            "--max-length per sequence, less if requests of a file differ in length; 8192 each with --http",
+        ),
     ] = None
     cache_dtype: Literal["auto", "int8"] = "auto"
     draft_window: Annotated[int | None, optional(int, "N", "all tokens")] = None

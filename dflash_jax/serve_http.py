@@ -15,6 +15,7 @@ from dflash_jax.infer.progress import counted, warm_up
 from dflash_jax.loading import Loaded, load
 
 if TYPE_CHECKING:
+    from dflash_jax.infer.engine.engine import Engine
     from dflash_jax.infer.http.server import Limits
 
 LENGTH = 4096  # tokens of a row where --max-length does not say
@@ -128,7 +129,6 @@ def serve_http(
         from dflash_jax.infer.http.entrance import Entrance, entered
         from dflash_jax.infer.http.listening import listen, make_server, running, until_signal
         from dflash_jax.infer.http.server import Worker, make_app
-        from dflash_jax.mesh import rows_of
     except ImportError as error:
         raise ValueError(f"{error}; the server needs more packages: pip install '.[server]' in the checkout") from error
     limits = options.check(host)
@@ -140,15 +140,10 @@ def serve_http(
         shown = f"[{host}]" if ":" in host else host
         here = f"http://{shown}:{listener.getsockname()[1]}"
         print(f"starting; {here}/health says when it is ready", file=sys.stderr)
-        usual = engine_options.cache_tokens or LENGTH
-        length = usual if engine_options.max_length is None else engine_options.max_length
-        loaded = load(models, generation, speculative=speculative, max_length=length)
+        longest = engine_options.max_length or engine_options.cache_tokens
+        loaded = load(models, generation, speculative=speculative, max_length=longest)
         target = loaded.target
-        if engine_options.cache_tokens is not None:  # of each part of the mesh, whose rows share memory
-            usual //= rows_of(target.mesh)
-        length = row_length(target.config, engine_options.max_length, usual)
-        engine_options = replace(engine_options, max_length=length)
-        generation = _with_rows(loaded, generation, engine_options)
+        generation, engine_options = _with_memory(loaded, generation, engine_options)
         needs = needs_of(target.config, [], engine_options, logprobs=MOST_ALTERNATIVES, growing=True)
         engine = engine_for(loaded, needs, generation, engine_options, plain=not engine_options.deterministic)
         entrance.programs = engine.programs(first=True)
@@ -171,7 +166,7 @@ def serve_http(
             engine.constraints.prepare_beside()
         worker.start()
         entrance.app = app
-        print(f"{counted(engine.slots, 'concurrent request')} of {engine.max_length:,} tokens", file=sys.stderr)
+        print(_room(engine), file=sys.stderr)
         print(f"answering at {here}/v1; a page to try it: {here}/", file=sys.stderr)
         try:
             until_signal(server, thread)
@@ -180,6 +175,37 @@ def serve_http(
             if engine.constraints is not None:
                 engine.constraints.close()
     return 0
+
+
+def _room(engine: "Engine") -> str:
+    """How many requests and tokens an engine has memory for."""
+    rows, pages = counted(engine.slots, "concurrent request"), engine.batch.pages
+    if pages is None:
+        return f"{rows} of {engine.max_length:,} tokens"
+    return f"{rows} of up to {engine.max_length:,} tokens; memory for {pages.tokens:,} tokens in all"
+
+
+def _with_memory(
+    loaded: Loaded, generation: GenerationOptions, options: EngineOptions
+) -> tuple[GenerationOptions, EngineOptions]:
+    """With a number of rows, how long one may be and, unless rows have memory of their own, what they have together."""
+    from dflash_jax.infer.engine.memory import tokens_for_a_server
+    from dflash_jax.mesh import rows_of
+
+    config, parts = loaded.target.config, rows_of(loaded.target.mesh)
+    usual = LENGTH if options.cache_tokens is None else options.cache_tokens // parts
+    most = row_length(config, options.max_length, usual)
+    alone = replace(options, max_length=most)
+    if options.cache_tokens is None and not options.deterministic:
+        length = min(most, LENGTH)
+        of_length = _with_rows(loaded, generation, replace(options, max_length=length))
+        slots = -(-of_length.rows // parts) * parts
+        kept = slots * length if options.prefix_chunks is None else options.prefix_chunks * LARGEST_CHUNK
+        sizes = slots, length, options.max_length, LARGEST_CHUNK, kept
+        if found := tokens_for_a_server(loaded.target, loaded.drafter, *sizes):
+            tokens, longest = found
+            return of_length, replace(options, cache_tokens=tokens, max_length=longest)
+    return _with_rows(loaded, generation, alone), alone
 
 
 def _with_rows(loaded: Loaded, generation: GenerationOptions, options: EngineOptions) -> GenerationOptions:

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
-from dflash_jax.cache import Pages, Windowed, pages, size_in_bytes
+from dflash_jax.cache import KV, Pages, Windowed, pages, size_in_bytes
 from dflash_jax.decoding.state import DraftModel, State, init_state
 from dflash_jax.infer.engine.admission import Admission
 from dflash_jax.infer.engine.pages import PageTable
 from dflash_jax.infer.engine.params import STOP_WIDTH
+from dflash_jax.infer.engine.prefixes import shares
 from dflash_jax.infer.engine.rows import ActiveRequest
 from dflash_jax.infer.engine.slots import Slots
 from dflash_jax.infer.engine.stats import Stats
@@ -30,6 +31,7 @@ MOST_ROWS = 64  # that are chosen for a server
 ROWS_ON_CPU = 4  # the same where the memory says nothing: computing is what there is little of
 RESERVE = 0.15  # of a device's memory that is left to programs, besides what they take for each row
 COPIES = 4  # of the logits of a step, at a time
+LITTLE_MORE = 1.1  # times the memory of rows of equal length that pages may take: one is nobody's, and one a row's own
 WORTH = 0.75  # of the memory of rows of equal length: with less gain than that, rows do not share memory
 
 
@@ -60,6 +62,41 @@ def tokens_worth_sharing(
     size = lambda room: size_in_bytes(jax.eval_shape(lambda: target.init_cache(slots, room).entries))
     with entered(target.mesh):  # not all that a target carries lies in pages
         return tokens if size(Pages.room(tokens, max_length, parts)) < WORTH * size(max_length) else None
+
+
+def tokens_for_a_server(
+    target: Target, drafter: DraftModel | None, slots: int, length: int, given: int | None, chunk: int, kept: int
+) -> tuple[int, int] | None:
+    """How many tokens the rows of a server have together, in pages that they share, and how long one of them may be;
+    None if rows of equal length are as good. They take the memory of such rows, and of prompts that are kept if those
+    lie in pages, too.
+
+    Args:
+        slots: rows that decode at the same time.
+        length: tokens of a row.
+        given: how long a row may be, where somebody says so.
+        chunk: tokens of a prompt that are read at once.
+        kept: tokens of prompts that are kept.
+    """
+    parts, most = rows_of(target.mesh), target.config.most_positions
+
+    def sizes(kept: int) -> tuple[int, int]:
+        tokens = max(slots * length + kept, parts * (given or 0))
+        return tokens, given or min(most or tokens, tokens // parts)
+
+    def state(room: int | Pages) -> State:
+        return jax.eval_shape(lambda: init_state(target, drafter, slots, room, STOP_WIDTH, chunk))
+
+    with entered(target.mesh):
+        if shares(state(Pages.room(*sizes(kept), parts)), chunk) is None:
+            kept = 0  # they are copied to memory of their own
+        (tokens, longest), alone = sizes(kept), state(length)
+        paged = state(Pages.room(tokens, longest, parts))
+    pooled = any(isinstance(entry, KV) and entry.pooled for entry in paged.target_cache.entries)
+    if longest <= SHORT * pages.PAGE or not pooled:
+        return None
+    size = lambda state: size_in_bytes((state.target_cache, state.draft))
+    return (tokens, longest) if size(paged) <= LITTLE_MORE * size(alone) * tokens / (slots * length) else None
 
 
 def rows_that_fit(

@@ -8,7 +8,8 @@ from dflash_jax.cli import EngineOptions, GenerationOptions
 from dflash_jax.infer.engine.memory import COPIES, MOST_ROWS, ROWS_ON_CPU, rows_that_fit
 from dflash_jax.loading import Loaded
 from dflash_jax.mesh import make_mesh, parse_mesh
-from dflash_jax.serve_http import _with_rows
+from dflash_jax.serve_http import LENGTH as USUAL
+from dflash_jax.serve_http import _with_memory, _with_rows
 from tests import tiny
 
 
@@ -65,3 +66,44 @@ def test_a_number_that_is_given_stays(pair):
     assert rows(EngineOptions(max_length=LENGTH, deterministic=True)) == ROWS_ON_CPU
     assert rows(EngineOptions(max_length=1024, cache_tokens=1024)) == 2
     assert GenerationOptions().rows == 1  # of anything but a server
+
+
+def test_a_server_shares_memory(directories, pair, monkeypatch):
+    """As much as its rows and the prompts kept beside them would have; one row may have it all."""
+    loaded = Loaded(*pair, None, None)
+
+    def made(rows=4, **given):
+        generation, options = _with_memory(loaded, GenerationOptions(batch_size=rows), EngineOptions(**given))
+        return generation.rows, options.cache_tokens, options.max_length
+
+    most = pair[0].config.most_positions
+    assert 512 < most < USUAL
+    assert made() == (4, 8 * most, most)
+    assert made(prefix_chunks=2) == (4, 4 * most + 2 * 256, most)
+    assert made(max_length=600) == (4, 8 * 600, 600)
+    assert made(max_length=512) == (4, None, 512)  # a few pages
+    assert made(deterministic=True) == (4, None, most)
+    assert made(cache_tokens=1024) == (4, 1024, 1024)
+    monkeypatch.setattr("dflash_jax.serve_http.LENGTH", 300)
+    assert made() == (4, 8 * 300, most)  # more than a row of its own would have
+    assert made(1) == (1, 600, 600)
+    assert made(1, max_length=most) == (1, most, most)
+
+
+def test_a_server_that_copies_prompts(directories, pair):
+    """As a mesh of parts does: what is kept of them takes memory besides."""
+    mesh = make_mesh(parse_mesh("data=4,model=2"))
+    split = load_target(directories[0], mesh=mesh), load_drafter(directories[1], mesh=mesh)
+    _, options = _with_memory(Loaded(*split, None, None), GenerationOptions(batch_size=8), EngineOptions())
+    most = pair[0].config.most_positions
+    assert (options.cache_tokens, options.max_length) == (8 * most, most)
+
+
+def test_a_server_of_layers_without_pages(pair, monkeypatch):
+    target = pair[0]
+    rows_alone = lambda self, rows, room, *more: init_cache(self, rows, getattr(room, "longest", room), *more)
+    init_cache = type(target).init_cache
+    monkeypatch.setattr(type(target), "init_cache", rows_alone)
+    loaded = Loaded(target, None, None, None)
+    generation, options = _with_memory(loaded, GenerationOptions(batch_size=4), EngineOptions())
+    assert (generation.rows, options.cache_tokens, options.max_length) == (4, None, target.config.most_positions)
