@@ -31,6 +31,7 @@ MOST_ROWS = 64  # that are chosen for a server
 ROWS_ON_CPU = 4  # the same where the memory says nothing: computing is what there is little of
 RESERVE = 0.15  # of a device's memory that is left to programs, besides what they take for each row
 COPIES = 4  # of the logits of a step, at a time
+TABLE = 1 << 17  # pages of all rows, at most: a TPU core has the table in its scalar memory, of 1 MiB
 LITTLE_MORE = 1.1  # times the memory of rows of equal length that pages may take: one is nobody's, and one a row's own
 WORTH = 0.75  # of the memory of rows of equal length: with less gain than that, rows do not share memory
 
@@ -82,7 +83,7 @@ def tokens_for_a_server(
 
     def sizes(kept: int) -> tuple[int, int]:
         tokens = max(slots * length + kept, parts * (given or 0))
-        return tokens, given or min(most or tokens, tokens // parts)
+        return tokens, given or min(most or tokens, tokens // parts, TABLE // slots * pages.PAGE)
 
     def state(room: int | Pages) -> State:
         return jax.eval_shape(lambda: init_state(target, drafter, slots, room, STOP_WIDTH, chunk))

@@ -88,6 +88,9 @@ def test_a_server_shares_memory(directories, pair, monkeypatch):
     assert made() == (4, 8 * 300, most)  # more than a row of its own would have
     assert made(1) == (1, 600, 600)
     assert made(1, max_length=most) == (1, most, most)
+    monkeypatch.setattr("dflash_jax.infer.engine.memory.TABLE", 6)
+    assert made(1) == (1, 600, 600)
+    assert made(1, prefix_chunks=8) == (1, 300 + 8 * 256, 6 * 128)
 
 
 def test_a_server_that_copies_prompts(directories, pair):
