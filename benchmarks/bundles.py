@@ -130,7 +130,7 @@ def attention(dump: Path) -> None:
         call = partial(attend, visible="causal", implementation="tpu")
         ends = branches(schedule("attention", dump, call, *arguments, **more))[-5:]
         begin, all_seen, some_seen, end = (later - earlier for earlier, later in pairwise(ends))
-        pages = block_attention.pages_at_once(PAGE, 2 * heads * DIM * jnp.dtype(stored).itemsize)
+        pages = block_attention.pages_at_once(CACHED // PAGE, PAGE, 2 * heads * DIM * jnp.dtype(stored).itemsize)
         read = bundles_to_read(pages * 2 * heads * PAGE * (DIM * jnp.dtype(stored).itemsize + 4 * codes))
         figures = name, pages, ends[0], all_seen, some_seen, round(read), begin, end
         print(f"| {' | '.join(map(str, figures))} |", flush=True)

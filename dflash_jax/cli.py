@@ -270,7 +270,7 @@ class EngineOptions:
         optional(
             int,
             "N",
-            "--max-length per sequence, less if requests of a file differ in length; 8192 each with --http",
+            "--max-length per sequence, less if requests of a file differ in length; up to 8192 each with --http",
         ),
     ] = None
     cache_dtype: Literal["auto", "int8"] = "auto"

@@ -90,7 +90,7 @@ def engine_config(
     from dflash_jax.infer.engine.memory import tokens_worth_sharing
     from dflash_jax.mesh import rows_of
 
-    _check_options(generation, options)
+    check_options(generation, options)
     parts, sizes, kept, chunk = rows_of(target.mesh), needs.sizes or [], options.prefix_chunks, needs.chunk
     wanted = DETERMINISTIC_LENGTH  # nor may the length of the rows follow from other requests
     if not options.deterministic:
@@ -146,7 +146,7 @@ def check_length(config: "TargetConfig", max_length: int | None) -> None:
         raise ValueError(f"--max-length must be at most {most}, the context length of the target, got {max_length}")
 
 
-def _check_options(generation: GenerationOptions, options: EngineOptions) -> None:
+def check_options(generation: GenerationOptions, options: EngineOptions) -> None:
     """Raises ValueError for an option that is out of range, or excludes another."""
     check_least(generation, batch_size=1)
     check_least(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import UseAppendAction, arg
 
 from dflash_jax.cli import EngineOptions, GenerationOptions, ModelOptions, check_least, optional
-from dflash_jax.engines import LARGEST_CHUNK, engine_for, needs_of, row_length
+from dflash_jax.engines import LARGEST_CHUNK, check_options, engine_for, needs_of, row_length
 from dflash_jax.infer.progress import counted, warm_up
 from dflash_jax.loading import Loaded, load
 
@@ -192,6 +192,7 @@ def _with_memory(
     from dflash_jax.infer.engine.memory import tokens_for_a_server
     from dflash_jax.mesh import rows_of
 
+    check_options(generation, options)
     config, parts = loaded.target.config, rows_of(loaded.target.mesh)
     usual = LENGTH if options.cache_tokens is None else options.cache_tokens // parts
     most = row_length(config, options.max_length, usual)
@@ -200,11 +201,12 @@ def _with_memory(
         length = min(most, LENGTH)
         of_length = _with_rows(loaded, generation, replace(options, max_length=length))
         slots = -(-of_length.rows // parts) * parts
-        kept = slots * length if options.prefix_chunks is None else options.prefix_chunks * LARGEST_CHUNK
-        sizes = slots, length, options.max_length, LARGEST_CHUNK, kept
-        if found := tokens_for_a_server(loaded.target, loaded.drafter, *sizes):
+        kept = slots * length // LARGEST_CHUNK if options.prefix_chunks is None else options.prefix_chunks
+        sizes = slots, length, options.max_length
+        how = {"chunk": LARGEST_CHUNK, "kept": kept, "draft_window": options.draft_window}
+        if found := tokens_for_a_server(loaded.target, loaded.drafter, *sizes, **how):
             tokens, longest = found
-            return of_length, replace(options, cache_tokens=tokens, max_length=longest)
+            return of_length, replace(options, cache_tokens=tokens, max_length=longest, prefix_chunks=kept)
     return _with_rows(loaded, generation, alone), alone
 
 

@@ -17,7 +17,7 @@ from dflash_jax.decoding.state import DraftModel, State, init_state
 from dflash_jax.infer.engine.admission import Admission
 from dflash_jax.infer.engine.pages import PageTable
 from dflash_jax.infer.engine.params import STOP_WIDTH
-from dflash_jax.infer.engine.prefixes import shares
+from dflash_jax.infer.engine.prefixes import kept_of, shares
 from dflash_jax.infer.engine.rows import ActiveRequest
 from dflash_jax.infer.engine.slots import Slots
 from dflash_jax.infer.engine.stats import Stats
@@ -66,33 +66,44 @@ def tokens_worth_sharing(
 
 
 def tokens_for_a_server(
-    target: Target, drafter: DraftModel | None, slots: int, length: int, given: int | None, chunk: int, kept: int
+    target: Target,
+    drafter: DraftModel | None,
+    slots: int,
+    length: int,
+    given: int | None,
+    *,
+    chunk: int,
+    kept: int,
+    draft_window: int | None,
 ) -> tuple[int, int] | None:
     """How many tokens the rows of a server have together, in pages that they share, and how long one of them may be;
-    None if rows of equal length are as good. They take the memory of such rows, and of prompts that are kept if those
-    lie in pages, too.
+    None if rows of equal length are as good. They take the memory of such rows and of the prompts kept beside them,
+    unless a row may be longer than that.
 
     Args:
         slots: rows that decode at the same time.
         length: tokens of a row.
         given: how long a row may be, where somebody says so.
         chunk: tokens of a prompt that are read at once.
-        kept: tokens of prompts that are kept.
+        kept: such chunks that are kept.
+        draft_window: see `EngineConfig`.
     """
     parts, most = rows_of(target.mesh), target.config.most_positions
 
     def sizes(kept: int) -> tuple[int, int]:
-        tokens = max(slots * length + kept, parts * (given or 0))
+        tokens = max(slots * length + kept * chunk, parts * (given or 0))
         return tokens, given or min(most or tokens, tokens // parts, TABLE // slots * pages.PAGE)
 
     def state(room: int | Pages) -> State:
-        return jax.eval_shape(lambda: init_state(target, drafter, slots, room, STOP_WIDTH, chunk))
+        where = room if draft_window is None else Windowed(room, draft_window)
+        return jax.eval_shape(lambda: init_state(target, drafter, slots, where, STOP_WIDTH, chunk))
 
     with entered(target.mesh):
-        if shares(state(Pages.room(*sizes(kept), parts)), chunk) is None:
-            kept = 0  # they are copied to memory of their own
-        (tokens, longest), alone = sizes(kept), state(length)
-        paged = state(Pages.room(tokens, longest, parts))
+        paged = state(Pages.room(*sizes(kept), parts))
+        # What is kept takes memory besides the pages where it is copied, and for states and rings.
+        in_pages = kept_of(paged, kept, chunk)[0] if kept and shares(paged, chunk) else 0
+        tokens, longest = sizes(in_pages)
+        alone, paged = state(length), state(Pages.room(tokens, longest, parts))
     pooled = any(isinstance(entry, KV) and entry.pooled for entry in paged.target_cache.entries)
     if longest <= SHORT * pages.PAGE or not pooled:
         return None

@@ -257,18 +257,15 @@ class PrefixCache:
     """
 
     def __init__(self, state: State, entries: int, chunk: int, table: PageTable | None = None):
-        states, page = 0, shares(state, chunk)
+        states, shared = 0, shares(state, chunk) is not None
         every = (isinstance(one, Cache) and all(map(_all_positions, one.entries)) for one in _carried(state))
         self.at_ends = not all(every)
-        self._table, self._pages = table if page is not None else None, dict[int, list[int]]()  # of kept chunks
+        self._table, self._pages = table if shared else None, dict[int, list[int]]()  # of kept chunks
         self.found: dict[int, list[KeptChunk]] = {}
         if self._table is not None:
             self._table.reclaim = self._give_up
         if entries:  # tracing a snapshot takes a while, and most engines for one answer keep none
-            chunk_bytes, state_bytes = map(size_in_bytes, _shapes(state, chunk))
-            if page is not None:
-                chunk_bytes += chunk // page * _page_bytes(state)
-            entries, states = within(entries, chunk_bytes, state_bytes, chunk)
+            entries, states = kept_of(state, entries, chunk)
         self.index = PrefixIndex(entries, states, chunk)
         if entries:
             kept = init_prefixes(state, (entries, states), chunk)
@@ -342,6 +339,14 @@ def _page_bytes(state: State) -> int:
     caches = [cache for cache in (state.target_cache, state.draft) if isinstance(cache, Cache)]
     paged = [entry for cache in caches for entry in cache.entries if isinstance(entry, KV) and entry.pooled]
     return sum(size_in_bytes(entry) // entry.k.shape[0] for entry in paged)
+
+
+def kept_of(state: State, entries: int, chunk: int) -> tuple[int, int]:
+    """How many chunks and states are kept where so many chunks are asked for; the state may be shapes."""
+    chunk_bytes, state_bytes = map(size_in_bytes, _shapes(state, chunk))
+    if (page := shares(state, chunk)) is not None:
+        chunk_bytes += chunk // page * _page_bytes(state)
+    return within(entries, chunk_bytes, state_bytes, chunk)
 
 
 def within(entries: int, chunk_bytes: int, state_bytes: int, chunk: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from ..products import precision
-from ..tpu_memory import in_hbm
+from ..tpu_memory import cores, in_hbm
 from .page_copies import copied
 from .visits import visits
 
@@ -79,7 +79,7 @@ def attend(
     more, height = tiles * tile - T, tile * G
     slot_bytes = heads * (H if cache_v is None else H + Hv) * cache_k.dtype.itemsize
     S, paged = M * page, M > 1
-    chunk, several = (page, pages_at_once(page, slot_bytes)) if paged else (_chunk(page, slot_bytes), 1)
+    chunk, several = (page, pages_at_once(M, page, slot_bytes)) if paged else (_chunk(page, slot_bytes), 1)
 
     def fold(x: Array) -> Array:
         """[b, T, n, X] -> [b, tiles, n, tile, X]; positions added at the end see nothing."""
@@ -97,7 +97,7 @@ def attend(
     per_query = lambda x: jnp.repeat(fold(x[:, :, None]), G, axis=2).reshape(x.shape[0], tiles, height, x.shape[-1])
     queries = fold(q).reshape(B, tiles, K, height, H)
     bounds = jnp.zeros((B, T), jnp.int32) if low is None else low
-    visited = visits(bounds, lengths, S, several * chunk)
+    visited = visits(bounds, lengths, S, several * chunk, cores())
     place = partial(_visit, most=visited.listed.shape[1], bits=visited.bits, together=visited.together)
 
     def of_row(index):
@@ -217,7 +217,8 @@ def _kernel(
         def needed(step):
             b, at, there = place(part, step, listed, final)
             for page in (at * several + nth for nth in range(several)):
-                yield there & (page * size < lengths[b]), lambda page=page: pages[b * pages_of_row + page]
+                used = page * size < jnp.minimum(lengths[b], slots)
+                yield there & used, lambda page=page: pages[b * pages_of_row + page]
 
         of_group = pl.ds(group * heads, heads)
         half = copied(needed, step, parts[part], caches, buffers, of_group, done)
@@ -375,9 +376,11 @@ def _heads(B: int, K: int) -> int:
     return max(h for h in range(1, most + 1) if K % h == 0)
 
 
-def pages_at_once(page: int, bytes_per_slot: int) -> int:
-    """How many pages a grid step reads, so that it keeps to `STEP_BYTES`: a power of two, at most 8."""
-    return 1 if page % LANES else max(n for n in (1, 2, 4, 8) if n == 1 or n * page * bytes_per_slot <= STEP_BYTES)
+def pages_at_once(M: int, page: int, bytes_per_slot: int) -> int:
+    """How many of the M pages of a row a grid step reads: a power of two, at most 8, that keeps to `STEP_BYTES`."""
+    if page % LANES:
+        return 1
+    return max(n for n in (1, 2, 4, 8) if n == 1 or (n <= M and n * page * bytes_per_slot <= STEP_BYTES))
 
 
 def _chunk(S: int, bytes_per_slot: int) -> int:

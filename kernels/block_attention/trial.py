@@ -17,6 +17,7 @@ BYTES = 8 << 20  # keys and values of one row, at most; several chunks of any im
 LEAST = 512  # slots, however large
 LONG = 512  # queries and keys of a block alone: the largest tile
 WIDTHS = (1, 16, 64, 256)  # of a block after a cache: one trial stands for all up to the next
+MOST_PAGES = 8  # of a row, that a kernel handles at a time; of fewer, it handles as many as there are
 FEW = 384  # slots where there are so many rows that the kernel finishes: as many chunks as it ever has in flight
 TREE_WIDTHS = WIDTHS[2:]  # the same where a mask says what is seen
 STEPS = 32  # of codes to 1
@@ -81,7 +82,7 @@ class Trial(NamedTuple):
             fits = max(LEAST, BYTES // (K * (H + Hv) * q.dtype.itemsize)) // 128 * 128
             many = gpu and finishes(B, T, N, K, Hv)
             step = options.get("page") or 128
-            if slots >= LEAST:
+            if slots >= LEAST and (pages is None or pages >= MOST_PAGES):
                 slots = -(-(FEW if many else fits) // step) * step + slots % step
             widths = WIDTHS if options["visible"] in ("causal", "full") else TREE_WIDTHS
             wider = next((width for width in widths if width >= T), T)

@@ -13,7 +13,7 @@ class Visits(NamedTuple):
     """Attributes:
     first, last: the first chunk of a row that is visited, and the last one. A row that sees none has one visit.
     listed: rows and chunks, as `row << bits | chunk`. Each entry stands for `1 << together` visits, of this chunk and
-        of those after it up to the row's last; there are two parts of alike length, for chips with two cores.
+        of those after it up to the row's last. There is a part for each core.
     lengths: entries of each part. The others repeat the last one of them.
     """
 
@@ -25,8 +25,8 @@ class Visits(NamedTuple):
     together: int
 
 
-def visits(low: Int[Array, "B T"], lengths: Int[Array, " B"], slots: int, chunk: int) -> Visits:
-    """Those of rows of `slots` slots, each of which sees its positions from `low` to `lengths`."""
+def visits(low: Int[Array, "B T"], lengths: Int[Array, " B"], slots: int, chunk: int, cores: int = 1) -> Visits:
+    """Those of rows of `slots` slots, each of which sees its positions from `low` to `lengths`; for one core or two."""
     B, chunks = lengths.shape[0], -(-slots // chunk)
     together = max(0, (-(-B * chunks // MOST) - 1).bit_length())
     first = jnp.where(lengths > slots, 0, jnp.minimum(jnp.min(low, axis=1), lengths) // chunk)
@@ -36,8 +36,8 @@ def visits(low: Int[Array, "B T"], lengths: Int[Array, " B"], slots: int, chunk:
     ends = jnp.cumsum(entries)
     starts, total, bits = ends - entries, ends[-1], (chunks - 1).bit_length()
     longest = (chunks - 1 >> together) + 1
-    if B == 1:
-        begins, sizes, most = jnp.zeros(1, jnp.int32), total[None], longest
+    if B == 1 or cores == 1:
+        begins, sizes, most = jnp.zeros(1, jnp.int32), total[None], B * longest
     else:  # the first part ends with the row in which half of the visits are done
         middle = starts[jnp.clip(jnp.sum(2 * starts < total), 1, B - 1)]
         begins, sizes = jnp.stack([jnp.zeros_like(middle), middle]), jnp.stack([middle, total - middle])

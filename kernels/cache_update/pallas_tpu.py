@@ -46,7 +46,8 @@ def append(
     if pages is None:  # a row is one page
         pages = (jnp.arange(lengths.shape[0]) if rows is None else rows)[:, None]
     windows = [_window(cache, block) for cache, block in zip(caches, blocks, strict=True)]
-    if blocks[0].shape[2] <= min(SHORT, *windows):
+    rooms = map(rows_tpu.room, caches, blocks, windows, map(_turned, caches))
+    if blocks[0].shape[2] <= min(SHORT, *windows) and 2 * max(rooms) <= rows_tpu.BYTES:
         written = list(caches)
         for window in sorted(set(windows)):
             same = [i for i, size in enumerate(windows) if size == window]

@@ -19,8 +19,18 @@ from jaxtyping import Array, Int, Num
 from ..products import precision
 from ..tpu_memory import in_hbm
 
+LANES, SUBLANES = 128, 32
 TOGETHER, HEADS = 8, 64  # caches of one call, at most, and heads of all of them
-DEEPEST, BYTES = 8, 4 << 20  # rows whose windows lie in a core's memory, and what they take there
+DEEPEST, BYTES = 8, 6 << 20  # rows whose windows lie in a core's memory, and what they may take there
+WINDOWS = 2  # into which a row's block falls, at most
+
+
+def room(cache: Num[Array, "R K S _"], block: Num[Array, "B K T _"], window: int, turned: bool) -> int:
+    """Bytes of a core's memory for the block of a row and its windows, or somewhat more."""
+    (K, T, width), whole = block.shape[1:], lambda size, step: -(-size // step) * step
+    tiles = lambda rows, columns: whole(rows, SUBLANES) * whole(columns, LANES)
+    of_window = tiles(width, window) if turned else tiles(window, width)
+    return cache.dtype.itemsize * K * (tiles(T, width) + WINDOWS * of_window)
 
 
 def append(
@@ -38,7 +48,7 @@ def append(
     B, page = lengths.shape[0], caches[0].shape[2]
     of_page = page // window
     windows = pages.shape[1] * of_page  # of a row
-    parts = min(2, windows)  # into which a block falls
+    parts = min(WINDOWS, windows)
     at = (lengths // window)[:, None] + jnp.arange(parts)[None]
     there = (at * window < (lengths + kept)[:, None]) & (kept > 0)[:, None]
     if ring:
@@ -51,7 +61,10 @@ def append(
     how = {"rows": B, "parts": parts, "window": window, "wraps": ring and windows == 1}
     views = [in_hbm(cache.swapaxes(2, 3) if turn else cache) for cache, turn in zip(caches, turned, strict=True)]
     written = list[Array]()
-    together = max(1, min(TOGETHER, HEADS // caches[0].shape[1]))
+    triples = zip(caches, blocks, turned, strict=True)
+    most = max(room(cache, block, window, turn) for cache, block, turn in triples)
+    together = max(1, min(TOGETHER, HEADS // caches[0].shape[1], BYTES // (2 * most)))
+    how["depth"] = max(2, min(DEEPEST, BYTES // (together * most)))
     for begin in range(0, len(views), together):
         some = slice(begin, begin + together)
         written += _written(views[some], blocks[some], scalars, turned=tuple(turned[some]), **how)
@@ -59,16 +72,23 @@ def append(
 
 
 def _written(
-    caches: Sequence[Array], blocks: Sequence[Array], scalars: Sequence[Array], *, turned: tuple[bool, ...], **how: int
+    caches: Sequence[Array],
+    blocks: Sequence[Array],
+    scalars: Sequence[Array],
+    *,
+    turned: tuple[bool, ...],
+    depth: int,
+    **how: int,
 ) -> Sequence[Array]:
-    n, window, buffers = len(caches), how["window"], list[tuple[int, ...]]()
-    for block, cache, turn in zip(blocks, caches, turned, strict=True):
-        K, slots = block.shape[1], (cache.shape[2], window) if turn else (window, cache.shape[3])
-        buffers += [block.shape[1:], (how["parts"], K, *slots)]
-    types = [x.dtype for x in caches for _ in range(2)]
-    size = sum(dtype.itemsize * _padded(shape) for dtype, shape in zip(types, buffers, strict=True))
-    depth = max(2, min(DEEPEST, BYTES // size))
-    scratch = [pltpu.VMEM((depth, *shape), dtype) for shape, dtype in zip(buffers, types, strict=True)]
+    n, window, parts = len(caches), how["window"], how["parts"]
+    scratch = [
+        pltpu.VMEM((depth, *shape), block.dtype)
+        for block, cache, turn in zip(blocks, caches, turned, strict=True)
+        for shape in (
+            block.shape[1:],
+            (parts, block.shape[1], *((cache.shape[2], window) if turn else (window, cache.shape[3]))),
+        )
+    ]
     anywhere = pl.BlockSpec(memory_space=pltpu.HBM)
     return pl.pallas_call(
         partial(_kernel, turned=turned, **how),
@@ -166,12 +186,3 @@ def _kernel(places, within, offsets, kept, *refs, turned, rows: int, parts: int,
 
     jax.lax.fori_loop(0, rows, visit, None)
     jax.lax.fori_loop(max(0, rows - depth), rows, lambda row, _: writes(row, wait), None)
-
-
-def _padded(shape: Sequence[int]) -> int:
-    """Numbers that an array takes in a core's memory, at most."""
-    *others, sublanes, lanes = shape
-    size = -(-sublanes // 32) * 32 * -(-lanes // 128) * 128
-    for other in others:
-        size *= other
-    return size

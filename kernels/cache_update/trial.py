@@ -12,7 +12,7 @@ from ..pages import in_pages
 from .part import Part
 
 ROWS = 10  # more than a kernel handles at the same time
-ARRAYS = 6  # of a trial, at most: keys, values and scales of two layers
+ARRAYS = 8  # of a trial, at most: as many as a kernel handles in one call
 
 
 class Trial(NamedTuple):

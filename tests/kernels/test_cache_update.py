@@ -70,7 +70,7 @@ def test_equals_a_loop(implementation, ring, widths, S, T, lengths, kept):
 @pytest.mark.parametrize("ring", [False, True])
 def test_many_rows_on_their_way_at_once(monkeypatch, capsys, widths, page, ring):
     """More than fit into a TPU core's memory together; the interpreter looks for races."""
-    monkeypatch.setattr(rows_tpu, "BYTES", 1 << 18)
+    monkeypatch.setattr(rows_tpu, "BYTES", 1 << 19)
     rng, B, K, T, S = np.random.default_rng(0), 11, 2, 5, 256
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape).astype(np.float32))
     lengths = jnp.asarray(rng.integers(0, S, B), jnp.int32).at[3].set(S - 2)

@@ -21,7 +21,8 @@ def chunks_of_rows(low, lengths, slots, chunk):
 
 @pytest.mark.parametrize("most", [1 << 16, 8])  # an entry for each visit, and for several
 @pytest.mark.parametrize("rows", [1, 2, 3, 9])
-def test_every_chunk_is_visited_once(monkeypatch, rows, most):
+@pytest.mark.parametrize("cores", [1, 2])
+def test_every_chunk_is_visited_once(monkeypatch, cores, rows, most):
     monkeypatch.setattr(module, "MOST", most)
     rng = np.random.default_rng(rows)
     for _ in range(8):
@@ -29,7 +30,8 @@ def test_every_chunk_is_visited_once(monkeypatch, rows, most):
         lengths = rng.integers(0, slots + 3, rows)
         lengths[rng.integers(rows)] = rng.choice([0, slots])
         low = np.minimum(rng.integers(0, slots + 1, (rows, 3)) * rng.integers(2), lengths[:, None])
-        found = visits(jnp.array(low), jnp.array(lengths), slots, chunk)
+        found = visits(jnp.array(low), jnp.array(lengths), slots, chunk, cores)
+        assert found.lengths.shape == (min(cores, rows),)
         visited = []
         for part, length in enumerate(found.lengths.tolist()):
             assert length <= found.listed.shape[1]
@@ -52,7 +54,7 @@ def test_every_chunk_is_visited_once(monkeypatch, rows, most):
 def test_two_parts_share_the_work():
     """No more than the longest row apart, however unlike the rows are."""
     lengths = np.array([8192, 700, 300, 100, 700, 900, 50, 8000, 500, 1200])
-    found = visits(jnp.zeros((10, 1), jnp.int32), jnp.array(lengths), 8192, 128)
+    found = visits(jnp.zeros((10, 1), jnp.int32), jnp.array(lengths), 8192, 128, 2)
     parts = found.lengths.tolist()
     assert sum(parts) == sum(-(-lengths // 128))
     assert abs(parts[0] - parts[1]) <= 64

@@ -80,17 +80,43 @@ def test_a_server_shares_memory(directories, pair, monkeypatch):
     assert 512 < most < USUAL
     assert made() == (4, 8 * most, most)
     assert made(prefix_chunks=2) == (4, 4 * most + 2 * 256, most)
-    assert made(max_length=600) == (4, 8 * 600, 600)
+    assert made(max_length=600) == (4, 4 * 600 + 9 * 256, 600)
     assert made(max_length=512) == (4, None, 512)  # a few pages
     assert made(deterministic=True) == (4, None, most)
     assert made(cache_tokens=1024) == (4, 1024, 1024)
     monkeypatch.setattr("dflash_jax.serve_http.LENGTH", 300)
-    assert made() == (4, 8 * 300, most)  # more than a row of its own would have
-    assert made(1) == (1, 600, 600)
+    assert made() == (4, 4 * 300 + 4 * 256, most)  # more than a row of its own would have
+    assert made(1) == (1, 300 + 256, 300 + 256)
     assert made(1, max_length=most) == (1, most, most)
     monkeypatch.setattr("dflash_jax.infer.engine.memory.TABLE", 6)
-    assert made(1) == (1, 600, 600)
+    assert made(1) == (1, 556, 556)
     assert made(1, prefix_chunks=8) == (1, 300 + 8 * 256, 6 * 128)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gemma4"])
+def test_a_server_takes_no_more_memory(tmp_path, family):
+    """For rows and kept prompts together, whether these lie in pages, or have rings and states besides."""
+    raw = tiny.target_config(model_type=family, max_position_embeddings=1024) | tiny.FAMILIES.get(family, {})
+    target = load_target(tiny.write_target(tmp_path, raw))
+    loaded = Loaded(target, None, None, None)
+    _, options = _with_memory(loaded, GenerationOptions(batch_size=4), EngineOptions())
+
+    def taken(**given):
+        engine = Engine(target, None, slots=4, max_length=1024, prefill_chunk=256, prefix_chunks=16, **given)
+        prefixes = engine.batch.prefixes
+        return size_in_bytes((engine.batch.state, prefixes._kept, prefixes._kept_states))
+
+    assert options.prefix_chunks == 16
+    assert options.cache_tokens > 4 * 1024
+    assert taken(cache_tokens=options.cache_tokens) <= 1.1 * taken()
+
+
+@pytest.mark.parametrize("wrong", [{"max_length": -5}, {"prefix_chunks": -1}, {"cache_tokens": 0}])
+def test_what_is_wrong_is_said_first(pair, wrong):
+    with pytest.raises(ValueError, match="must be at least"):
+        _with_memory(Loaded(*pair, None, None), GenerationOptions(), EngineOptions(**wrong))
+    with pytest.raises(ValueError, match="--batch-size must be at least 1"):
+        _with_memory(Loaded(*pair, None, None), GenerationOptions(batch_size=-1), EngineOptions())
 
 
 def test_a_server_that_copies_prompts(directories, pair):
