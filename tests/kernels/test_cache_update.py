@@ -66,7 +66,10 @@ def test_equals_a_loop(implementation, ring, widths, S, T, lengths, kept):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize(("widths", "page"), [((128, 128, 128), None), ((64, 64), None), ((128, 256), 128)])
+@pytest.mark.parametrize(
+    ("widths", "page"),
+    [((128, 128, 128), None), pytest.param((64, 64), None, marks=pytest.mark.slow), ((128, 256), 128)],
+)
 @pytest.mark.parametrize("ring", [False, True])
 def test_many_rows_on_their_way_at_once(monkeypatch, capsys, widths, page, ring):
     """More than fit into a TPU core's memory together; the interpreter looks for races."""

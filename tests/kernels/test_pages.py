@@ -31,8 +31,10 @@ def test_a_row_may_be_one_page(implementation):
     check(implementation, small(SHAPES["qwen3-8b draft"]), [0, 201, SLOTS], page=SLOTS)
 
 
-@pytest.mark.parametrize("cores", [1, 2])
-@pytest.mark.parametrize("several", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("several", "cores"),
+    [(2, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 1), (2, 1), (4, 1), (4, 2)])],
+)
 def test_several_pages_in_a_step(monkeypatch, capsys, several, cores):
     """The kernel for TPUs copies them itself; the interpreter copies when a copy is waited for, and looks for races."""
     monkeypatch.setattr(pallas_tpu, "pages_at_once", lambda *_: several)

@@ -25,7 +25,7 @@ def chunks_of_rows(low, lengths, slots, chunk):
 def test_every_chunk_is_visited_once(monkeypatch, cores, rows, most):
     monkeypatch.setattr(module, "MOST", most)
     rng = np.random.default_rng(rows)
-    for _ in range(8):
+    for _ in range(4):
         slots, chunk = int(rng.integers(1, 40)), int(rng.integers(1, 9))
         lengths = rng.integers(0, slots + 3, rows)
         lengths[rng.integers(rows)] = rng.choice([0, slots])
