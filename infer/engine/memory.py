@@ -31,7 +31,7 @@ MOST_ROWS = 64  # that are chosen for a server
 ROWS_ON_CPU = 4  # the same where the memory says nothing: computing is what there is little of
 RESERVE = 0.15  # of a device's memory that is left to programs, besides what they take for each row
 COPIES = 4  # of the logits of a step, at a time
-TABLE = 1 << 17  # pages of all rows, at most: a TPU core has the table in its scalar memory, of 1 MiB
+TABLE = 1 << 15  # entries of the table of pages, unless a length is given: a TPU core copies it for every layer
 LITTLE_MORE = 1.1  # times the memory of rows of equal length that pages may take: one is nobody's, and one a row's own
 WORTH = 0.75  # of the memory of rows of equal length: with less gain than that, rows do not share memory
 
