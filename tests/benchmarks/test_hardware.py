@@ -170,7 +170,8 @@ def test_torch_and_the_official_implementation():
     plain, block, official = others.torch_steps(hardware_bench())
     names = ["transformers, plain step", "transformers, pass over a block of 16", "dflash 0.1.0, speculative step"]
     assert [row["torch"] for row in (plain, block, official)] == names
-    assert all(row["ms"] > 0 for row in (plain, block, official))  # which is faster is for a quiet machine to say
+    assert plain["ms"] < block["ms"]
+    assert official["ms"] > 0
 
 
 def hardware_bench():
