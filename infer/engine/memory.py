@@ -77,8 +77,8 @@ def tokens_for_a_server(
     draft_window: int | None,
 ) -> tuple[int, int] | None:
     """How many tokens the rows of a server have together, in pages that they share, and how long one of them may be;
-    None if rows of equal length are as good. They take the memory of such rows and of the prompts kept beside them; more
-    only if one row of the length that is given needs it.
+    None if rows of equal length are as good. They take the memory of such rows and of the prompts kept beside them;
+    more only if one row of the length that is given needs it.
 
     Args:
         slots: rows that decode at the same time.
